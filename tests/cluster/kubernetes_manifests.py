@@ -19,20 +19,15 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod of an Indexed Job.
-
-    Args:
-        job: str, the Job's name.
-        index: int, its completion index.
-        address: str, its name in DNS and its port.
-        environment: dict, the variables of its container.
-        command: tuple of str, with its arguments.
-    """
+    """A pod of an Indexed Job."""
 
     job: str
+    #: Its completion index.
     index: int
+    #: Its name in DNS and its port.
     address: str
     environment: dict[str, str]
+    #: With its arguments.
     command: tuple[str, ...]
 
     @property
@@ -43,10 +38,10 @@ class Pod:
 
 def pods(manifests: list[dict[str, Any]]) -> list[Pod]:
     """The pods of all Indexed Jobs, with the variables that Kubernetes sets."""
-    jobs = [each for each in manifests if each["kind"] == "Job"]
     return [
         _pod(job, index, manifests)
-        for job in jobs
+        for job in manifests
+        if job["kind"] == "Job"
         for index in range(job["spec"]["completions"])
     ]
 

@@ -26,32 +26,22 @@ pytestmark = pytest.mark.one_backend("jax")
 SAME = {"backend": "none"}
 
 
-def join_all(count, timeout=10.0, indices=None, same=None):
-    addresses = free_addresses(count)
-    indices = range(count) if indices is None else indices
-    with ThreadPoolExecutor(count) as pool:
-        futures = [
-            pool.submit(
-                WorkerGroup.join,
-                addresses,
-                index,
-                same[i] if same else SAME,
-                timeout,
-            )
-            for i, index in enumerate(indices)
-        ]
-        return [future.exception(60) or future.result() for future in futures]
-
-
 def everywhere(groups, call):
     with ThreadPoolExecutor(len(groups)) as pool:
         futures = [pool.submit(call, group) for group in groups]
         return [future.exception(60) or future.result() for future in futures]
 
 
+def join_all(addresses, timeout=10.0, indices=None, **options):
+    return everywhere(
+        range(len(addresses)) if indices is None else indices,
+        lambda index: WorkerGroup.join(addresses, index, SAME, timeout, **options),
+    )
+
+
 @pytest.fixture
 def three():
-    groups = join_all(3)
+    groups = join_all(free_addresses(3))
     yield groups
     everywhere(groups, WorkerGroup.leave)
 
@@ -65,7 +55,7 @@ def test_workers_learn_of_one_another(three):
 
 
 def test_the_chief_prints_a_line_for_each_worker_that_comes(capsys):
-    groups = join_all(2)
+    groups = join_all(free_addresses(2))
     everywhere(groups, WorkerGroup.leave)
     waiting, *ready = capsys.readouterr().err.splitlines()
     assert waiting.startswith("keras_strategies: waiting for 2 workers at 127.0.0.1:")
@@ -78,10 +68,7 @@ def test_the_chief_prints_a_line_for_each_worker_that_comes(capsys):
 
 def test_values_are_gathered_in_the_order_of_workers(three):
     for turn in range(20):
-        found = everywhere(
-            three,
-            lambda group, turn=turn: group.gather_values("x", [group.index, turn]),
-        )
+        found = everywhere(three, lambda g, i=turn: g.gather_values("x", [g.index, i]))
         assert found == [[[0, turn], [1, turn], [2, turn]]] * 3
 
 
@@ -111,22 +98,20 @@ def test_workers_that_do_different_things_are_told(three):
 
 
 def test_a_chief_that_never_comes_is_named():
-    found = join_all(2, timeout=1.0, indices=[1])
-    assert isinstance(found[0], WorkerError)
-    assert "Worker 1 could not reach the chief at 127.0.0.1:" in str(found[0])
+    [found] = join_all(free_addresses(2), timeout=1.0, indices=[1])
+    assert isinstance(found, WorkerError)
+    assert "Worker 1 could not reach the chief at 127.0.0.1:" in str(found)
 
 
-def test_a_port_in_use_is_an_error_at_once():
+def test_an_address_that_cannot_be_listened_at_is_an_error_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(ClusterError, match="another program listens there"):
-            WorkerGroup.join([address, "127.0.0.1:1"], 0, SAME, timeout=30)
-
-
-def test_an_address_of_another_machine_is_an_error_at_once():
-    # From a block that is set aside for documentation.
-    with pytest.raises(ClusterError, match="must be an address of this"):
-        WorkerGroup.join(["192.0.2.1:4711", "127.0.0.1:1"], 0, SAME, timeout=30)
+        for address, match in (
+            (f"127.0.0.1:{server.getsockname()[1]}", "another program listens there"),
+            # From a block that is set aside for documentation.
+            ("192.0.2.1:4711", "must be an address of this"),
+        ):
+            with pytest.raises(ClusterError, match=match):
+                WorkerGroup.join([address, "127.0.0.1:1"], 0, SAME, timeout=30)
 
 
 def test_something_else_at_the_chiefs_port_is_no_chief():
@@ -151,18 +136,9 @@ def test_something_else_at_the_chiefs_port_is_no_chief():
 def test_the_hub_finds_another_port_beside_a_launcher():
     with socket.create_server(("127.0.0.1", 0)) as server:
         first = f"127.0.0.1:{server.getsockname()[1]}"
-
-        def join(index):
-            return WorkerGroup.join(
-                [first, "rank-1"], index, SAME, timeout=10, shares_port=True
-            )
-
-        with ThreadPoolExecutor(2) as pool:
-            groups = list(pool.map(join, range(2)))
-        assert everywhere(groups, lambda g: g.gather_values("x", g.index)) == [
-            [0, 1],
-            [0, 1],
-        ]
+        groups = join_all([first, "rank-1"], shares_port=True)
+        found = everywhere(groups, lambda g: g.gather_values("x", g.index))
+        assert found == [[0, 1]] * 2
         everywhere(groups, WorkerGroup.leave)
 
 
@@ -258,9 +234,7 @@ def start_processes(folder: Path, count: int) -> list[subprocess.Popen[str]]:
         )
         for index in range(count)
     ]
-    wait_until(
-        lambda: len(list(folder.glob("ready*"))) == count, "all workers have met"
-    )
+    wait_until(lambda: len([*folder.glob("ready*")]) == count, "all workers have met")
     time.sleep(0.5)
     return started
 
@@ -274,14 +248,11 @@ def test_a_lost_process_is_named_by_the_others(tmp_path, victim, fault):
         begin = time.monotonic()
         os.kill(processes[victim].pid, fault)
         for index, process in enumerate(processes):
-            if index == victim:
-                continue
-            text, _ = process.communicate(timeout=20)
-            assert process.returncode == 3
-            assert (
-                f"Worker {victim} (127.0.0.1, process {processes[victim].pid})" in text
-            )
-            assert "of fit" in text
+            if index != victim:
+                text, _ = process.communicate(timeout=20)
+                assert process.returncode == 3
+                named = f"Worker {victim} (127.0.0.1, process {processes[victim].pid})"
+                assert named in text and "of fit" in text
         # The timeout, three seconds, where nothing tells that it is stopped.
         assert time.monotonic() - begin < (13 if fault is signal.SIGSTOP else 5)
     finally:
@@ -325,7 +296,7 @@ def test_a_name_that_is_not_in_dns_yet_is_listened_at(monkeypatch):
 
 @pytest.mark.parametrize("leaver", [0, 1], ids=["chief", "worker"])
 def test_a_worker_that_ends_its_script_early_is_told_from_one_that_failed(leaver):
-    groups = join_all(2)
+    groups = join_all(free_addresses(2))
     other = groups[1 - leaver]
     other.progress = "the beginning of evaluate"
     with ThreadPoolExecutor(1) as pool:
@@ -344,7 +315,7 @@ def test_a_worker_that_ends_its_script_early_is_told_from_one_that_failed(leaver
 
 
 def test_calls_after_the_end_of_the_chiefs_script_say_so():
-    chief, other = join_all(2)
+    chief, other = join_all(free_addresses(2))
     chief.leave()
     wait_until(lambda: other.left is not None, "the chief's end was seen")
     with pytest.raises(WorkerError, match="Every worker has to call"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -97,11 +98,8 @@ def test_objects_refer_to_each_other(name: str) -> None:
         volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
         mounts = {mount["name"] for mount in container(job).get("volumeMounts", [])}
         assert set(volumes) == mounts
-        claims = [
-            volume["persistentVolumeClaim"]["claimName"]
-            for volume in volumes.values()
-            if "persistentVolumeClaim" in volume
-        ]
+        found = [volume.get("persistentVolumeClaim") for volume in volumes.values()]
+        claims = [each["claimName"] for each in found if each is not None]
         is_lead = container(job)["name"] == "lead"
         assert claims == ([] if is_lead else [claim["metadata"]["name"]])
 
@@ -136,30 +134,19 @@ def test_each_pod_finds_its_task_at_its_own_address(name: str, monkeypatch) -> N
 
 def on_this_machine(found: list[Pod]) -> list[dict[str, str]]:
     """The environment of each pod, with addresses of the loopback."""
-    there = [pod.address for pod in found]
-    here = dict(zip(there, free_addresses(len(found)), strict=True))
-
-    def replaced(text: str) -> str:
-        for name, address in here.items():
-            text = text.replace(name, address)
-        return text
-
-    return [
-        {name: replaced(text) for name, text in pod.environment.items()}
-        for pod in found
-    ]
+    text = json.dumps([pod.environment for pod in found])
+    for pod, address in zip(found, free_addresses(len(found)), strict=True):
+        text = text.replace(pod.address, address)
+    environments: list[dict[str, str]] = json.loads(text)
+    return environments
 
 
 def run_pods(
     name: str, forker: Forker, folder: Path, command: Callable[[Pod], list[str]]
 ) -> str:
-    """What processes print that have the environments of the pods.
+    """What processes print that have the environments of a manifest's pods.
 
-    Args:
-        name: str, the manifest.
-        forker: starts the processes.
-        folder: Path of their output.
-        command: callable of a pod that returns a script and its arguments.
+    `command` gives a pod's script and its arguments.
     """
     found = pods(MANIFESTS[name])
     processes = []
@@ -171,9 +158,8 @@ def run_pods(
         del variables["HOME"]
         variables["KERAS_BACKEND"] = os.environ["KERAS_BACKEND"]
         log = folder / f"{pod.job}-{pod.index}.log"
-        given = (
-            command(pod) if not pod.is_lead else [str(lead), *pod.command[3:-1], port]
-        )
+        of_lead = [str(lead), *pod.command[3:-1], port]
+        given = of_lead if pod.is_lead else command(pod)
         processes.append(forker.start(log, *given, **variables))
     try:
         codes = [process.wait(TIMEOUT)[0] for process in processes]

@@ -51,10 +51,12 @@ def test_arguments_win_over_tf_config(environment) -> None:
     assert resolver.environment == "here"
 
 
-def test_an_evaluator_need_not_be_in_the_cluster(environment) -> None:
-    environment(TF_CONFIG=tf_config(task={"type": "evaluator", "index": 0}))
+# An evaluator need not be in the cluster, and an index may be a string.
+@pytest.mark.parametrize("job, index", [("evaluator", 0), ("worker", "0")])
+def test_tasks_of_tf_config(environment, job, index) -> None:
+    environment(TF_CONFIG=tf_config(task={"type": job, "index": index}))
     resolver = cluster.TFConfigClusterResolver()
-    assert (resolver.task_type, resolver.task_id) == ("evaluator", 0)
+    assert (resolver.task_type, resolver.task_id) == (job, 0)
     assert not resolver.is_chief
 
 
@@ -63,11 +65,6 @@ def test_the_task_can_be_set_afterwards(environment) -> None:
     resolver = cluster.TFConfigClusterResolver()
     resolver.task_type, resolver.task_id, resolver.rpc_layer = "ps", 0, "grpc"
     assert resolver.master() == "grpc://d:1"
-
-
-def test_an_index_may_be_a_string(environment) -> None:
-    environment(TF_CONFIG=tf_config(task={"type": "worker", "index": "0"}))
-    assert cluster.TFConfigClusterResolver().task_id == 0
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"cluster": {}}'])
@@ -120,10 +117,7 @@ def test_simple() -> None:
 def test_union() -> None:
     workers = cluster.SimpleClusterResolver({"worker": ["a:1"]})
     more = cluster.SimpleClusterResolver(
-        {"worker": ["b:1"], "ps": ["c:1"]},
-        task_type="ps",
-        task_id=0,
-        rpc_layer="grpc",
+        {"worker": ["b:1"], "ps": ["c:1"]}, task_type="ps", task_id=0, rpc_layer="grpc"
     )
     union = cluster.UnionResolver(workers, more)
     assert union.cluster_spec().as_dict() == {"worker": ["a:1", "b:1"], "ps": ["c:1"]}
@@ -146,11 +140,8 @@ def test_union() -> None:
 def test_local_addresses_are_free_and_on_the_loopback() -> None:
     resolver = cluster.LocalClusterResolver(workers=3, ps=2)
     spec = resolver.cluster_spec()
-    assert {job: spec.num_tasks(job) for job in spec.jobs} == {
-        "chief": 1,
-        "worker": 3,
-        "ps": 2,
-    }
+    counts = {"chief": 1, "worker": 3, "ps": 2}
+    assert {job: spec.num_tasks(job) for job in spec.jobs} == counts
     assert resolver.is_chief
     for job in spec.jobs:
         for address in spec.job_tasks(job):
@@ -209,25 +200,6 @@ def test_torchrun(environment) -> None:
     assert not resolver.is_chief
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"RANK": ""}, "RANK.* not set"),
-        ({"RANK": "two"}, "RANK is 'two'"),
-        ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2"),
-        ({"MASTER_ADDR": ""}, r"\['MASTER_ADDR'\] are not set"),
-    ],
-)
-def test_torchrun_variables_that_cannot_be(environment, changes, message) -> None:
-    environment(**{**TORCHRUN, **changes})
-    with pytest.raises(ValueError, match=message):
-        cluster.TorchrunClusterResolver()
-    # What is half set is no reason to train alone on every machine.
-    with pytest.raises(ValueError, match=message):
-        find_cluster()
-
-
 # --- Keras and MPI -------------------------------------------------------------
 
 KERAS = {
@@ -254,20 +226,33 @@ def test_variables_of_keras(environment, addresses, size, workers) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "kind, changes, message",
     [
-        ({"PROCESS_ID": ""}, r"PROCESS_ID'\] are not set, but .*JOB_ADDRESSES is '10"),
-        ({"PROCESS_ID": "2"}, "PROCESS_ID is 2 and .*NUM_PROCESSES is 2"),
-        ({"NUM_PROCESSES": "two"}, "NUM_PROCESSES is 'two', not a number"),
-        ({"NUM_PROCESSES": "3"}, "has 2 addresses, .*NUM_PROCESSES is 3"),
-        ({"JOB_ADDRESSES": "10.0.0.1"}, "'10.0.0.1' is not a task address"),
+        ("Torchrun", {"RANK": ""}, "RANK.* not set"),
+        ("Torchrun", {"RANK": "two"}, "RANK is 'two'"),
+        ("Torchrun", {"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4"),
+        ("Torchrun", {"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2"),
+        ("Torchrun", {"MASTER_ADDR": ""}, r"\['MASTER_ADDR'\] are not set"),
+        (
+            *("Keras", {"PROCESS_ID": ""}),
+            r"PROCESS_ID'\] are not set, but .*JOB_ADDRESSES is '10",
+        ),
+        ("Keras", {"PROCESS_ID": "2"}, "PROCESS_ID is 2 and .*NUM_PROCESSES is 2"),
+        ("Keras", {"NUM_PROCESSES": "two"}, "NUM_PROCESSES is 'two', not a number"),
+        ("Keras", {"NUM_PROCESSES": "3"}, "has 2 addresses, .*NUM_PROCESSES is 3"),
+        ("Keras", {"JOB_ADDRESSES": "10.0.0.1"}, "'10.0.0.1' is not a task address"),
     ],
 )
-def test_variables_of_keras_that_cannot_be(environment, changes, message) -> None:
-    changes = {f"KERAS_DISTRIBUTION_{name}": text for name, text in changes.items()}
-    environment(**{**KERAS, **changes})
-    with pytest.raises(ValueError, match=message):
-        find_cluster()
+def test_variables_that_cannot_be(environment, kind, changes, message) -> None:
+    resolver, variables = cluster.TorchrunClusterResolver, TORCHRUN
+    if kind == "Keras":
+        resolver, variables = cluster.KerasDistributionClusterResolver, KERAS
+        changes = {f"KERAS_DISTRIBUTION_{name}": text for name, text in changes.items()}
+    environment(**{**variables, **changes})
+    # What is half set is no reason to train alone on every machine.
+    for find in (resolver, find_cluster):
+        with pytest.raises(ValueError, match=message):
+            find()
 
 
 # `mpirun -n 4 --map-by ppr:2:node`, the third process.
@@ -380,9 +365,8 @@ def test_our_launcher_does_not_pass_on_the_numbers_of_another() -> None:
 
 
 def test_sagemaker(environment) -> None:
-    environment(
-        SM_HOSTS='["algo-1", "algo-2"]', SM_CURRENT_HOST="algo-2", SM_NUM_GPUS="8"
-    )
+    hosts = '["algo-1", "algo-2"]'
+    environment(SM_HOSTS=hosts, SM_CURRENT_HOST="algo-2", SM_NUM_GPUS="8")
     resolver = cluster.SageMakerClusterResolver()
     assert resolver.cluster_spec().job_tasks("worker") == ["algo-1:2223", "algo-2:2223"]
     assert resolver.task_id == 1
@@ -390,9 +374,7 @@ def test_sagemaker(environment) -> None:
     other = cluster.SageMakerClusterResolver(80, "worker", 0, "grpc", "here")
     assert other.master() == "grpc://algo-1:80"
     assert other.environment == "here"
-
-
-def test_sagemaker_counts_hosts_alike_everywhere(environment) -> None:
+    # Hosts are counted alike everywhere.
     environment(SM_HOSTS='["algo-2", "algo-1"]', SM_CURRENT_HOST="algo-2")
     assert cluster.SageMakerClusterResolver().task_id == 1
 

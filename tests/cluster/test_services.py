@@ -10,6 +10,7 @@ import http.server
 import json
 import re
 import socket
+import sys
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -22,15 +23,16 @@ from google.auth.credentials import AnonymousCredentials
 from googleapiclient import discovery
 
 from keras_strategies import cluster
-from keras_strategies.cluster.resolvers.services import service_members
+from keras_strategies.cluster.resolvers.services import cloud_tpu, service_members
 
 pytestmark = pytest.mark.one_backend("jax")
 
 Answer = Callable[[str, dict[str, list[str]], dict], tuple[int, object]]
+Serve = Callable[[Answer], str]
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Answer], str]]:
+def serve() -> Iterator[Serve]:
     """Starts a server on the loopback that answers as a function says."""
     servers = []
 
@@ -78,14 +80,10 @@ def pod(
     status = {"phase": phase, "hostIP": "10.128.0.9", "qosClass": "Burstable"}
     if ip is not None:
         status |= {"podIP": ip, "podIPs": [{"ip": ip}]}
-    return {
-        "metadata": {"name": name, "namespace": "ml", "labels": {"app": "trainer"}},
-        "spec": {
-            "containers": [{"name": "trainer", "image": "trainer:1"}],
-            "hostname": hostname,
-        },
-        "status": status,
-    }
+    metadata = {"name": name, "namespace": "ml", "labels": {"app": "trainer"}}
+    containers = [{"name": "trainer", "image": "trainer:1"}]
+    spec = {"containers": containers, "hostname": hostname}
+    return {"metadata": metadata, "spec": spec, "status": status}
 
 
 def kubernetes_api(pods: dict[tuple[str, str], list[dict]]) -> Answer:
@@ -98,17 +96,22 @@ def kubernetes_api(pods: dict[tuple[str, str], list[dict]]) -> Answer:
     return answer
 
 
-def core_api(url: str) -> kubernetes.client.CoreV1Api:
-    configuration = kubernetes.client.Configuration(host=url)
-    return kubernetes.client.CoreV1Api(kubernetes.client.ApiClient(configuration))
+def resolver_of(
+    serve: Serve, pods: dict[str, list[dict]], **options: object
+) -> cluster.KubernetesClusterResolver:
+    """The resolver of a cluster with pods by label selector, by default workers."""
+    namespace = options.get("namespace")
+    path = f"/api/v1/namespaces/{namespace}/pods" if namespace else "/api/v1/pods"
+    url = serve(kubernetes_api({(path, name): found for name, found in pods.items()}))
+    client = kubernetes.client.ApiClient(kubernetes.client.Configuration(host=url))
+    options["override_client"] = kubernetes.client.CoreV1Api(client)
+    jobs = options.pop("jobs", {"worker": list(pods)})
+    return cluster.KubernetesClusterResolver(jobs, **options)
 
 
 def test_pods_are_numbered_by_their_names(serve) -> None:
     pods = [pod(f"trainer-{i}", f"10.0.0.{i}") for i in (10, 2, 1)]
-    url = serve(kubernetes_api({("/api/v1/pods", "app=trainer"): pods}))
-    resolver = cluster.KubernetesClusterResolver(
-        {"worker": ["app=trainer"]}, override_client=core_api(url)
-    )
+    resolver = resolver_of(serve, {"app=trainer": pods})
     resolver.task_type, resolver.task_id = "worker", 2  # As `tf.distribute` has it.
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["10.0.0.1:8470", "10.0.0.2:8470", "10.0.0.10:8470"]
@@ -118,22 +121,10 @@ def test_pods_are_numbered_by_their_names(serve) -> None:
 
 
 def test_jobs_and_selectors_in_a_namespace(serve) -> None:
-    path = "/api/v1/namespaces/ml/pods"
-    url = serve(
-        kubernetes_api(
-            {
-                (path, "role=a"): [pod("a-0", "10.0.0.1")],
-                (path, "role=b"): [pod("b-0", "10.0.0.2")],
-                (path, "role=ps"): [pod("ps-0", "fd00::7")],
-            }
-        )
-    )
-    resolver = cluster.KubernetesClusterResolver(
-        {"worker": ["role=a", "role=b"], "ps": ["role=ps"]},
-        tf_server_port=2222,
-        override_client=core_api(url),
-        namespace="ml",
-    )
+    addresses = {"a": "10.0.0.1", "b": "10.0.0.2", "ps": "fd00::7"}
+    pods = {f"role={role}": [pod(f"{role}-0", ip)] for role, ip in addresses.items()}
+    jobs = {"worker": ["role=a", "role=b"], "ps": ["role=ps"]}
+    resolver = resolver_of(serve, pods, jobs=jobs, tf_server_port=2222, namespace="ml")
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["10.0.0.1:2222", "10.0.0.2:2222"],
         "ps": ["[fd00::7]:2222"],
@@ -143,10 +134,7 @@ def test_jobs_and_selectors_in_a_namespace(serve) -> None:
 def test_a_pod_finds_itself_by_its_host_name(serve, monkeypatch) -> None:
     # An indexed Job: the host name has the index, the pod's name a random end too.
     pods = [pod(f"job-{i}-x{i}z", f"10.0.0.{i}", hostname=f"job-{i}") for i in (0, 1)]
-    url = serve(kubernetes_api({("/api/v1/pods", "job-name=job"): pods}))
-    resolver = cluster.KubernetesClusterResolver(
-        {"worker": ["job-name=job"]}, override_client=core_api(url)
-    )
+    resolver = resolver_of(serve, {"job-name=job": pods})
     monkeypatch.setattr(service_members.socket, "gethostname", lambda: "elsewhere")
     assert (resolver.task_type, resolver.task_id) == (None, None)
     monkeypatch.setattr(service_members.socket, "gethostname", lambda: "job-1")
@@ -163,12 +151,8 @@ def test_a_pod_finds_itself_by_its_host_name(serve, monkeypatch) -> None:
     ],
 )
 def test_pods_that_cannot_train(serve, pods, message) -> None:
-    url = serve(kubernetes_api({("/api/v1/pods", "app=trainer"): pods}))
-    resolver = cluster.KubernetesClusterResolver(
-        {"worker": ["app=trainer"]}, override_client=core_api(url)
-    )
     with pytest.raises(ValueError, match=message):
-        resolver.cluster_spec()
+        resolver_of(serve, {"app=trainer": pods}).cluster_spec()
 
 
 def test_the_users_configuration_of_kubernetes(serve, tmp_path, monkeypatch) -> None:
@@ -210,11 +194,10 @@ def compute_api(names: list[str], page_size: int = 2) -> Answer:
             start = int(query.get("pageToken", ["0"])[0])
             page = names[start : start + page_size]
             found: dict = {"kind": "compute#instanceGroupsListInstances"}
+            url = f"https://www.googleapis.com{base}/instances/"
             if page:
-                url = f"https://www.googleapis.com{base}/instances/"
-                found["items"] = [
-                    {"instance": url + name, "status": "RUNNING"} for name in page
-                ]
+                items = [{"instance": url + each, "status": "RUNNING"} for each in page]
+                found["items"] = items
             if start + page_size < len(names):
                 found["nextPageToken"] = str(start + page_size)
             return 200, found
@@ -257,15 +240,10 @@ def test_machines_of_every_page_are_numbered_by_their_names(serve) -> None:
 
 def test_a_machine_finds_itself_by_its_name(serve, monkeypatch) -> None:
     url = serve(compute_api(["trainer-1", "trainer-2"]))
-    for name, number in (
-        ("trainer-2.us-west1-a.c.proj.internal", 1),
-        ("trainer-1", 0),
-        ("laptop", None),
-    ):
-        monkeypatch.setattr(
-            service_members.socket, "gethostname", lambda name=name: name
-        )
-        assert gce(url).task_id == number
+    numbers = {"trainer-2.us-west1-a.c.proj.internal": 1, "trainer-1": 0}
+    for name in (*numbers, "laptop"):
+        monkeypatch.setattr(service_members.socket, "gethostname", lambda x=name: x)
+        assert gce(url).task_id == numbers.get(name)
 
 
 def test_a_group_without_a_running_machine(serve) -> None:
@@ -279,42 +257,36 @@ def test_a_group_without_a_running_machine(serve) -> None:
 @pytest.fixture
 def no_tpu(monkeypatch):
     """No variable, no device and no machine of Compute Engine."""
-    for name in ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "TPU_NAME"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("WORKER_HOSTNAMES", "WORKER_ID", "NAME"):
+        monkeypatch.delenv(f"TPU_{name}", raising=False)
     monkeypatch.delenv("GCE_METADATA_HOST", raising=False)
-    monkeypatch.setattr(
-        cluster.resolvers.services.cloud_tpu, "DEVICES", ("/dev/no-accel0",)
-    )
-    monkeypatch.setattr(
-        cluster.resolvers.services.cloud_tpu, "_PRODUCT", Path("/there-is-none")
-    )
+    monkeypatch.setattr(cloud_tpu, "DEVICES", ("/dev/no-accel0",))
+    monkeypatch.setattr(cloud_tpu, "_PRODUCT", Path("/there-is-none"))
     return monkeypatch
 
 
-def metadata(**attributes: str) -> Answer:
-    """A metadata server with these attributes; "_" stands for "-"."""
+@pytest.fixture
+def metadata(serve, no_tpu) -> Callable[..., None]:
+    """Starts a metadata server with attributes; "_" stands for "-"."""
 
-    def answer(path: str, query: dict, body: dict) -> tuple[int, object]:
-        assert query["Metadata-Flavor"] == ["Google"]
-        key = path.removeprefix("/computeMetadata/v1/instance/attributes/")
-        found = attributes.get(key.replace("-", "_"))
-        return (404, "not found") if found is None else (200, found)
+    def start(**attributes: str) -> None:
+        def answer(path: str, query: dict, body: dict) -> tuple[int, object]:
+            assert query["Metadata-Flavor"] == ["Google"]
+            key = path.removeprefix("/computeMetadata/v1/instance/attributes/")
+            found = attributes.get(key.replace("-", "_"))
+            return (404, "not found") if found is None else (200, found)
 
-    return answer
+        no_tpu.setenv("GCE_METADATA_HOST", serve(answer).removeprefix("http://"))
+
+    return start
 
 
 @pytest.mark.parametrize(
     "endpoints", ["10.0.0.2,10.0.0.3", "unknown:unknown:10.0.0.2,x:y:10.0.0.3"]
 )
-def test_the_metadata_of_a_machine_of_a_tpu_slice(serve, no_tpu, endpoints) -> None:
-    url = serve(
-        metadata(
-            worker_network_endpoints=endpoints,
-            agent_worker_number="1",
-            accelerator_type="v5litepod-16",
-        )
-    )
-    no_tpu.setenv("GCE_METADATA_HOST", url.removeprefix("http://"))
+def test_the_metadata_of_a_machine_of_a_tpu_slice(metadata, endpoints) -> None:
+    tpu = {"agent_worker_number": "1", "accelerator_type": "v5litepod-16"}
+    metadata(worker_network_endpoints=endpoints, **tpu)
     resolver = cluster.TPUClusterResolver()
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["10.0.0.2:8470", "10.0.0.3:8470"]
@@ -323,9 +295,8 @@ def test_the_metadata_of_a_machine_of_a_tpu_slice(serve, no_tpu, endpoints) -> N
     assert resolver.accelerator_type == "v5litepod-16"
 
 
-def test_a_machine_of_compute_engine_without_a_tpu(serve, no_tpu) -> None:
-    url = serve(metadata())
-    no_tpu.setenv("GCE_METADATA_HOST", url.removeprefix("http://"))
+def test_a_machine_of_compute_engine_without_a_tpu(metadata) -> None:
+    metadata()
     with pytest.raises(ValueError, match="its metadata server names no TPU workers"):
         cluster.TPUClusterResolver()
 
@@ -342,15 +313,9 @@ def test_a_metadata_server_that_does_not_answer(no_tpu) -> None:
 def tpu_api(state: str) -> Answer:
     def answer(path: str, query: dict, body: dict) -> tuple[int, object]:
         assert path == "/v2/projects/proj/locations/us-west4-a/nodes/big"
-        return 200, {
-            "name": path.removeprefix("/v2/"),
-            "state": state,
-            "acceleratorType": "v3-16",
-            "networkEndpoints": [
-                {"ipAddress": "10.0.0.2", "port": 8471},
-                {"ipAddress": "10.0.0.3", "port": 8471},
-            ],
-        }
+        ends = [{"ipAddress": f"10.0.0.{i}", "port": 8471} for i in (2, 3)]
+        found = {"name": path.removeprefix("/v2/"), "state": state}
+        return 200, {**found, "acceleratorType": "v3-16", "networkEndpoints": ends}
 
     return answer
 
@@ -377,7 +342,7 @@ def test_a_tpu_by_its_address_and_the_local_one(no_tpu, tmp_path) -> None:
         cluster.TPUClusterResolver("local")
     device = tmp_path / "accel0"
     device.touch()
-    no_tpu.setattr(cluster.resolvers.services.cloud_tpu, "DEVICES", (str(device),))
+    no_tpu.setattr(cloud_tpu, "DEVICES", (str(device),))
     for name in ("local", "", None):
         resolver = cluster.TPUClusterResolver(name)
         assert resolver.cluster_spec().as_dict() == {"worker": ["localhost:8470"]}
@@ -402,42 +367,40 @@ def test_without_a_tpu_it_says_what_was_looked_for(no_tpu) -> None:
 # --- Without the clients ------------------------------------------------------
 
 
+PACKAGES = {
+    "kubernetes": "kubernetes",
+    "googleapiclient": "google-api-python-client",
+}
+
+
 @pytest.mark.parametrize(
-    "module, make, package",
+    "module, make",
     [
-        ("kubernetes", cluster.KubernetesClusterResolver, "pip install kubernetes"),
-        (
-            "googleapiclient",
-            lambda: cluster.GCEClusterResolver("p", "z", "g", 1),
-            "pip install google-api-python-client",
-        ),
+        ("kubernetes", cluster.KubernetesClusterResolver),
+        ("googleapiclient", lambda: cluster.GCEClusterResolver("p", "z", "g", 1)),
         (
             "googleapiclient",
             lambda: cluster.TPUClusterResolver("big", zone="z", project="p"),
-            "pip install google-api-python-client",
         ),
     ],
+    ids=["kubernetes", "gce", "tpu"],
 )
 def test_without_its_client_a_resolver_says_what_to_install(
-    monkeypatch, module, make, package
+    monkeypatch, module, make
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(ImportError, match=package):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=f"pip install {PACKAGES[module]}"):
         make()
 
 
 def test_any_object_with_the_clients_methods_will_do() -> None:
-    class Pods:
-        def list_pod_for_all_namespaces(self, label_selector: str) -> SimpleNamespace:
-            return SimpleNamespace(
-                items=[
-                    SimpleNamespace(
-                        metadata=SimpleNamespace(name="t-0"),
-                        spec=SimpleNamespace(hostname=None),
-                        status=SimpleNamespace(pod_ip="10.0.0.1", phase="Running"),
-                    )
-                ]
-            )
-
-    resolver = cluster.KubernetesClusterResolver(override_client=Pods())
+    item = SimpleNamespace(
+        metadata=SimpleNamespace(name="t-0"),
+        spec=SimpleNamespace(hostname=None),
+        status=SimpleNamespace(pod_ip="10.0.0.1", phase="Running"),
+    )
+    pods = SimpleNamespace(
+        list_pod_for_all_namespaces=lambda label_selector: SimpleNamespace(items=[item])
+    )
+    resolver = cluster.KubernetesClusterResolver(override_client=pods)
     assert resolver.cluster_spec().num_tasks("worker") == 1

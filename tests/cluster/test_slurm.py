@@ -41,13 +41,8 @@ def test_node_lists_that_are_none(text) -> None:
 def test_slurm(environment) -> None:
     environment(**SLURM)
     resolver = cluster.SlurmClusterResolver()
-    assert resolver.cluster_spec().job_tasks("worker") == [
-        "gpu01:8888",
-        "gpu01:8889",
-        "gpu02:8888",
-        "gpu02:8889",
-        "gpu03:8888",
-    ]
+    workers = ["gpu01:8888", "gpu01:8889", "gpu02:8888", "gpu02:8889", "gpu03:8888"]
+    assert resolver.cluster_spec().job_tasks("worker") == workers
     assert (resolver.task_type, resolver.task_id) == ("worker", 3)
     assert resolver.num_accelerators() == {"GPU": 2}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
@@ -108,12 +103,8 @@ def test_gpus_that_srun_has_bound_are_left(environment) -> None:
 def test_slurm_places_tasks_as_its_distribution_says(
     environment, variables, places
 ) -> None:
-    environment(
-        SLURM_STEP_NODELIST="n[1-3]",
-        SLURM_STEP_TASKS_PER_NODE="3,1,2",
-        SLURM_PROCID="5",
-        **variables,
-    )
+    environment(SLURM_STEP_NODELIST="n[1-3]", SLURM_STEP_TASKS_PER_NODE="3,1,2")
+    environment(SLURM_PROCID="5", **variables)
     resolver = cluster.SlurmClusterResolver()
     assert resolver.cluster_spec().job_tasks("worker") == places
     counts = {"n1": 3, "n2": 1, "n3": 2}
@@ -141,11 +132,7 @@ def test_slurm_without_tasks_per_node_and_without_gpus(environment) -> None:
         ({"tasks_per_node": {"x": 5}}, {}, r"names the nodes \['x'\]"),
         ({}, {"SLURM_NODEID": "2"}, "on node 1 .gpu02. as its task 1 .*NODEID is 2"),
         ({}, {"SLURM_LOCALID": "0"}, "SLURM_LOCALID is 0"),
-        (
-            {},
-            {"SLURM_STEP_TASKS_PER_NODE": "2(3)"},
-            r"'2\(3\)' is not a list of tasks",
-        ),
+        ({}, {"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, r"'2\(3\)' is not a list of tasks"),
         (
             {},
             {"SLURM_PROCID": ""},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness.forker import Forker
+from harness.forker import run_code
 
 import keras_strategies as ks
 from keras_strategies.cluster import spec as specs
@@ -15,20 +15,18 @@ pytestmark = pytest.mark.one_backend("jax")
 
 
 def test_lists_and_dicts_of_tasks() -> None:
-    spec = ClusterSpec({"worker": ["a:1", "b:1"], "ps": {"1": "c:1", 3: "d:1"}})
+    tasks = {"worker": ["a:1", "b:1"], "ps": {1: "c:1", 3: "d:1"}}
+    spec = ClusterSpec({**tasks, "ps": {"1": "c:1", 3: "d:1"}})
     assert spec.jobs == ["worker", "ps"]
     assert spec.num_tasks("worker") == 2
     assert spec.task_indices("ps") == [1, 3]
     assert spec.task_address("ps", 3) == "d:1"
     assert spec.job_tasks("ps") == [None, "c:1", None, "d:1"]
-    assert spec.as_dict() == {"worker": ["a:1", "b:1"], "ps": {1: "c:1", 3: "d:1"}}
-    assert ClusterSpec(spec) == spec
-    assert hash(ClusterSpec(spec)) == hash(spec)
-    assert spec != ClusterSpec({"worker": ["a:1", "b:1"]})
-    turned = ClusterSpec({"ps": {1: "c:1", 3: "d:1"}, "worker": ["a:1", "b:1"]})
-    assert (spec, hash(spec)) == (turned, hash(turned))
-    assert spec == spec.as_dict()
-    assert spec != {}
+    assert spec.as_dict() == tasks
+    assert spec == tasks
+    for equal in (ClusterSpec(spec), ClusterSpec(dict(reversed(tasks.items())))):
+        assert (spec, hash(spec)) == (equal, hash(equal))
+    assert spec != ClusterSpec({"worker": ["a:1", "b:1"]}) and spec != {}
     assert eval(repr(spec)) == spec
     assert "a:1" in repr(spec)
     assert not ClusterSpec({})
@@ -57,13 +55,9 @@ with open(sys.argv[2], "w") as file:
 
 
 def test_it_says_what_tensorflows_says(tmp_path) -> None:
-    script, file = tmp_path / "script.py", tmp_path / "found.json"
-    script.write_text(TENSORFLOW)
-    with Forker() as forker:
-        log = tmp_path / "log"
-        process = forker.start(log, str(script), json.dumps(CLUSTERS), str(file))
-        code, _ = process.wait(300)
-    assert code == 0, process.text()
+    file = tmp_path / "found.json"
+    given = (json.dumps(CLUSTERS), str(file))
+    run_code(tmp_path, TENSORFLOW, *given, imports_strategies=True, timeout=300)
     for cluster, theirs in zip(CLUSTERS, json.loads(file.read_text()), strict=True):
         spec = ClusterSpec(cluster)
         sizes = [[spec.num_tasks(job), spec.task_indices(job)] for job in spec.jobs]

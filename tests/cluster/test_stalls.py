@@ -66,12 +66,12 @@ def test_a_collective_names_those_that_have_not_arrived_and_their_lines():
 def test_one_that_is_awaited_for_too_long_is_given_up():
     """In an engine, although it misses in the comparison of the next batch, too."""
     watched = Watched(after=10.0)
-    for kind, limit in (("engine", 20), ("batch", 22)):
+    batch = {("", 5): ("a batch", {0})}
+    for counts, pending, limit in (((8, 7), {}, 20), ((8, 8), batch, 22)):
         given_up = {}
         for now in range(100, 140):
-            for index, count in enumerate((8, 7) if kind == "engine" else (8, 8)):
+            for index, count in enumerate(counts):
                 watched.watch.beat(index, (count, 0), 0.0, now)
-            pending = {("", 5): ("a batch", {0})} if kind == "batch" else {}
             watched.watch.tick(pending, now)
             given_up[now - 100] = watched.watch.overdue(20.0, now)
         first = next(now for now, found in given_up.items() if found)
@@ -125,9 +125,8 @@ def test_a_real_worker_that_hangs_is_named_with_its_line(tmp_path, caplog):
             group.gather("the end of batch 3", b"")
         where = (
             f"Worker 1 (127.0.0.1, process {process.pid}) has been awaited in 'the end "
-            "of batch 3' for 3 s. It is at step 4 of fit, in "
-            f"{script}, line 8, in load_batch: "
-            "`threading.Event().wait(60)  # never set`."
+            f"of batch 3' for 3 s. It is at step 4 of fit, in {script}, line 8, in "
+            "load_batch: `threading.Event().wait(60)  # never set`."
         )
         # Half of the timeout is before 30 s.
         assert caplog.records[0].getMessage() == where

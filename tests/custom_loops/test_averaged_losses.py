@@ -20,12 +20,18 @@ Y = np.arange(8) % 4
 Losses = Callable[[Any, Any], Any]
 
 
-def take_step(strategy: Any, make: Callable[[], Losses], compiled: bool) -> int:
-    """Takes two steps; returns the line of `ks.value_and_grad`."""
+def model_and_optimizer(strategy: Any) -> tuple[keras.Model, Any]:
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), layers.Dense(4)])
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+
+def take_step(strategy: Any, make: Callable[[], Losses], compiled: bool) -> int:
+    """Takes two steps; returns the line of `ks.value_and_grad`."""
+    model, optimizer = model_and_optimizer(strategy)
+    with strategy.scope():
         model.compile(loss=keras.losses.SparseCategoricalCrossentropy(True))
     loss_of = make()
 
@@ -88,14 +94,12 @@ def test_other_losses_are_not_named(mirrored, make, compiled):
 
 
 def test_averaged_gradients_and_losses_without_gradients_are_not_named(mirrored):
-    with mirrored.scope():
-        model = keras.Sequential([keras.Input((3,)), layers.Dense(4)])
-        optimizer = keras.optimizers.SGD(0.1)
-        optimizer.build(model.trainable_variables)
+    model, optimizer = model_and_optimizer(mirrored)
     loss_of = keras_loss()
 
+    variables = model.trainable_variables
+
     def step(x: Any, y: Any) -> Any:
-        variables = model.trainable_variables
         _, found = ks.value_and_grad(lambda: loss_of(y, model(x)), variables)()
         found = ks.get_replica_context().all_reduce("MEAN", found)
         with ks.gradients_are_aggregated():
@@ -103,7 +107,6 @@ def test_averaged_gradients_and_losses_without_gradients_are_not_named(mirrored)
         return loss_of(y, model(x))
 
     def halved(x: Any, y: Any) -> None:
-        variables = model.trainable_variables
         _, found = ks.value_and_grad(lambda: loss_of(y, model(x)), variables)()
         optimizer.apply([g / 2 for g in found], variables)
 
@@ -121,8 +124,7 @@ def test_averaged_gradients_and_losses_without_gradients_are_not_named(mirrored)
 def test_losses_of_torch(mirrored, reduction):
     import torch
 
-    with mirrored.scope():
-        model = keras.Sequential([keras.Input((3,)), layers.Dense(4)])
+    model, _ = model_and_optimizer(mirrored)
     loss_of = torch.nn.CrossEntropyLoss(reduction=reduction)
 
     def step(x: Any, y: Any) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from custom_loops.helpers import descend, numbers, per_replica
 from keras import layers, ops
-
-import keras_strategies as ks
 
 pytestmark = pytest.mark.one_backend
 
@@ -25,12 +24,8 @@ GLOBAL = 2.0
 Change = Callable[[], None]
 
 
-def pair(value: float = 1.0) -> ks.PerReplica:
-    return ks.PerReplica([ops.ones(()) * value, ops.ones(()) * 10 * value])
-
-
 def first(strategy: Any, fn: Callable[[Any], Any]) -> float:
-    found = [float(part) for part in strategy.run(fn, args=(pair(),)).values]
+    found = numbers(strategy.run(fn, args=(per_replica(1, 10),)))
     assert found[1] == 10 * found[0]
     return found[0]
 
@@ -88,12 +83,10 @@ def test_a_layer_that_is_frozen(mirrored) -> None:
         model = keras.Sequential([keras.Input((1,)), layers.Dense(1), layers.Dense(1)])
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
-    x = ks.PerReplica([ops.ones((2, 1)), ops.ones((2, 1))])
+    x = per_replica(*np.ones((2, 2, 1)))
 
     def step(x: Any) -> None:
-        variables = model.trainable_variables
-        _, gradients = ks.value_and_grad(lambda: ops.sum(model(x)), variables)()
-        optimizer.apply(gradients, variables)
+        descend(lambda: ops.sum(model(x)), model.trainable_variables, optimizer)
 
     for is_trained in (True, False, True):
         model.layers[1].trainable = is_trained
@@ -118,10 +111,11 @@ COUNT = itertools.count()
     ids=("numpy", "python", "Generator", "count"),
 )
 def test_numbers_that_python_draws_differ_in_each_run(mirrored, draw) -> None:
+    zeros = per_replica(0, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         found = [
-            float(mirrored.run(lambda x: x + draw(), args=(pair(0.0),)).values[0])
+            float(mirrored.run(lambda x: x + draw(), args=(zeros,)).values[0])
             for _ in range(4)
         ]
     assert len(set(found)) == 4
@@ -154,11 +148,9 @@ def test_a_training_step_is_compiled_once(mirrored, monkeypatch) -> None:
         def loss_fn() -> Any:
             return ops.mean(layer(x * variable, training=True) ** 2)
 
-        loss, gradients = ks.value_and_grad(loss_fn, [variable])()
-        optimizer.apply(gradients, [variable])
-        metric.update_state(loss)
+        metric.update_state(descend(loss_fn, [variable], optimizer))
 
-    x = ks.PerReplica([ops.ones((2, 3)), ops.ones((2, 3))])
+    x = per_replica(*np.ones((2, 2, 3)))
     for _ in range(4):
         mirrored.run(step, args=(x,))
     assert len(programs) == 1
@@ -170,7 +162,7 @@ def test_a_run_that_compiles_again_and_again_is_named_once(mirrored, caplog) -> 
     options = Options()
     with pytest.warns(UserWarning, match="compiled 'Options.step' 32 times") as found:
         for options.rate in range(40):
-            mirrored.run(options.step, args=(pair(),))
+            mirrored.run(options.step, args=(per_replica(1, 10),))
     about = [each for each in found if "has compiled" in str(each.message)]
     assert [each.filename for each in about] == [__file__]
     named = [each for each in caplog.messages if "outside of `ks.function`" in each]

@@ -9,12 +9,14 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from custom_loops.helpers import numbers
 from keras import layers, ops
 
 import keras_strategies as ks
 
 pytestmark = pytest.mark.one_backend
 
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["run", "function"])
 ROWS = np.ones((2, 3), "float32")
 
 
@@ -54,11 +56,7 @@ USES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
-def values(result: ks.PerReplica) -> list[Any]:
-    return [ops.convert_to_numpy(value) for value in result.values]
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["run", "function"])
+@COMPILED
 @pytest.mark.parametrize("kind", USES)
 def test_what_the_first_run_makes_is_equal_on_all_replicas(mirrored, kind, compiled):
     once = Once(*USES[kind])
@@ -67,7 +65,7 @@ def test_what_the_first_run_makes_is_equal_on_all_replicas(mirrored, kind, compi
         return mirrored.run(once)
 
     step = ks.function(step) if compiled else step
-    first, second = values(step()), values(step())
+    first, second = numbers(step()), numbers(step())
     made = once.made
     for found in (*first, *second):
         np.testing.assert_array_equal(found, first[0])
@@ -75,7 +73,7 @@ def test_what_the_first_run_makes_is_equal_on_all_replicas(mirrored, kind, compi
     assert once.made is made
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["run", "function"])
+@COMPILED
 @pytest.mark.parametrize("kind", ["variable", "random variable", "dense", "metric"])
 def test_what_each_call_makes_is_refused_at_once(mirrored, kind, compiled):
     make, use = USES[kind]
@@ -93,7 +91,7 @@ def test_what_each_call_makes_is_refused_at_once(mirrored, kind, compiled):
     assert len(calls) < 10
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["run", "function"])
+@COMPILED
 def test_an_optimizer_made_in_run_updates_as_one_made_in_the_scope(mirrored, compiled):
     gradient = np.array([1, -2, 3], "float32")
     once = Once(lambda: keras.optimizers.Adam(0.1), lambda optimizer: optimizer)
@@ -131,7 +129,7 @@ def test_after_updates_a_later_run_may_make_a_variable(mirrored):
 
     mirrored.run(fn, args=(False,))
     for _ in range(2):
-        first, second = values(mirrored.run(fn, args=(True,)))
+        first, second = numbers(mirrored.run(fn, args=(True,)))
         np.testing.assert_array_equal(first, second)
     assert float(total.numpy()) == 6
 
@@ -161,5 +159,5 @@ def test_run_inside_merge_call_does_not_hang(mirrored):
     refused = pytest.raises(ks.errors.ContextError, match="merge_call")
     is_jax = keras.backend.backend() == "jax"
     with refused if is_jax else contextlib.nullcontext():
-        for value in values(mirrored.run(fn)):
+        for value in numbers(mirrored.run(fn)):
             np.testing.assert_array_equal(value, np.ones(2))

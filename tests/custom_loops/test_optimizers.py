@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from custom_loops.helpers import assert_alike, descend, per_replica
 from harness.strategies import STRATEGIES
 from keras import layers, ops
 
@@ -19,11 +20,6 @@ def two(request) -> Any:
     return STRATEGIES[request.param].make()
 
 
-def gradients_of(*values: float) -> Any:
-    """A gradient for each replica."""
-    return ks.PerReplica([ops.convert_to_tensor(np.float32(value)) for value in values])
-
-
 def made(strategy: Any, optimizer: Any, value: float = 0.0) -> Any:
     with strategy.scope():
         variable = keras.Variable(np.float32(value))
@@ -31,8 +27,16 @@ def made(strategy: Any, optimizer: Any, value: float = 0.0) -> Any:
     return variable
 
 
-def apply(optimizer: Any, variable: Any) -> Any:
-    return lambda gradient: optimizer.apply([gradient], [variable])
+def stepping(strategy: Any, optimizer: Any, variable: Any, compiled: bool) -> Any:
+    """A step in which each replica applies its gradient."""
+
+    def on_replica(gradient: Any) -> None:
+        optimizer.apply([gradient], [variable])
+
+    def step(gradient: Any) -> None:
+        strategy.run(on_replica, args=(gradient,))
+
+    return ks.function(step) if compiled else step
 
 
 @pytest.mark.one_backend
@@ -40,14 +44,10 @@ def apply(optimizer: Any, variable: Any) -> Any:
 def test_gradients_are_summed_before_they_are_clipped(two, compiled):
     optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
     variable = made(two, optimizer)
-
-    def step(gradient: Any) -> None:
-        two.run(apply(optimizer, variable), args=(gradient,))
-
-    step = ks.function(step) if compiled else step
-    step(gradients_of(3.0, -2.5))  # 0.5 in all; clipped first it would be 0.
+    step = stepping(two, optimizer, variable, compiled)
+    step(per_replica(3.0, -2.5))  # 0.5 in all; clipped first it would be 0.
     assert float(variable.numpy()) == -0.5
-    step(gradients_of(1.5, 1.5))  # 3 in all.
+    step(per_replica(1.5, 1.5))  # 3 in all.
     assert float(variable.numpy()) == -2.5
 
 
@@ -65,7 +65,7 @@ def test_gradients_that_are_summed_by_hand_are_not_summed_again(two, compiled):
     def step(gradient: Any) -> None:
         two.run(on_replica, args=(gradient,))
 
-    (ks.function(step) if compiled else step)(gradients_of(3.0, -2.5))
+    (ks.function(step) if compiled else step)(per_replica(3.0, -2.5))
     assert float(variable.numpy()) == -0.5
     assert int(optimizer.iterations.numpy()) == 1
 
@@ -86,10 +86,7 @@ def train(strategy: Any, optimizer: Any, steps: int = 5) -> list[np.ndarray]:
             loss = ks.compute_average_loss(ops.square(model(x)[:, 0] - 1))
             return optimizer.scale_loss(loss)
 
-        variables = model.trainable_variables
-        loss, gradients = ks.value_and_grad(loss_fn, variables)()
-        optimizer.apply(gradients, variables)
-        return loss
+        return descend(loss_fn, model.trainable_variables, optimizer)
 
     step = ks.function(lambda x: strategy.run(replica_step, args=(x,)))
     dataset = strategy.experimental_distribute_dataset(x, batch_size=5)
@@ -119,8 +116,7 @@ def test_a_loop_equals_one_device_with(mirrored, name):
     found = train(mirrored, OPTIMIZERS[name]())
     # Optimizers that are made outside of a scope are on the default device.
     expected = train(STRATEGIES["one_device"].make(), OPTIMIZERS[name]())
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert_alike(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.one_backend
@@ -129,20 +125,15 @@ def test_a_loss_scale_steps_over_what_is_not_finite(two, compiled):
     inner = keras.optimizers.SGD(1.0)
     optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
     variable = made(two, optimizer)
-
-    def step(gradient: Any) -> None:
-        two.run(apply(optimizer, variable), args=(gradient,))
-
-    def scale() -> float:
-        return float(ops.convert_to_numpy(optimizer.dynamic_scale))
-
-    step = ks.function(step) if compiled else step
-    step(gradients_of(8.0, 16.0))
-    assert (float(variable.numpy()), scale()) == (-3, 8)
-    step(gradients_of(1.0, np.inf))
-    assert (float(variable.numpy()), scale()) == (-3, 4)
-    step(gradients_of(4.0, 0.0))
-    assert (float(variable.numpy()), scale()) == (-4, 4)
+    step = stepping(two, optimizer, variable, compiled)
+    for gradients, value, scale in (
+        ((8.0, 16.0), -3, 8),
+        ((1.0, np.inf), -3, 4),
+        ((4.0, 0.0), -4, 4),
+    ):
+        step(per_replica(*gradients))
+        assert float(variable.numpy()) == value
+        assert float(ops.convert_to_numpy(optimizer.dynamic_scale)) == scale
 
 
 EVERY_OPTIMIZER = (
@@ -156,9 +147,7 @@ def built_in_first_apply(strategy: Any) -> dict[str, np.ndarray]:
     random = np.random.default_rng(5)
     x = random.normal(size=(6, 3)).astype("float32")
     with strategy.scope():
-        every = {
-            name: getattr(keras.optimizers, name)(0.05) for name in EVERY_OPTIMIZER
-        }
+        every = {n: getattr(keras.optimizers, n)(0.05) for n in EVERY_OPTIMIZER}
         inner = keras.optimizers.Nadam(0.05)
         every["LossScale"] = keras.optimizers.LossScaleOptimizer(inner)
         every["schedule"] = keras.optimizers.Nadam(
@@ -175,9 +164,7 @@ def built_in_first_apply(strategy: Any) -> dict[str, np.ndarray]:
                 loss = ks.compute_average_loss(ops.sum(ops.square(outputs - 1), -1))
                 return optimizer.scale_loss(loss)
 
-            own = [variables[name]]
-            _, gradients = ks.value_and_grad(loss_fn, own)()
-            optimizer.apply(gradients, own)
+            descend(loss_fn, [variables[name]], optimizer)
 
     step = ks.function(lambda x: strategy.run(replica_step, args=(x,)))
     for _ in range(3):

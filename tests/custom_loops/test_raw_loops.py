@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from custom_loops.helpers import descend
 from keras import layers, losses
 
 import keras_strategies as ks
@@ -28,11 +29,9 @@ def differentiated_call(made: keras.Model) -> None:
     if keras.backend.backend() == "jax":
         import jax
 
-        trained, *others = (
-            [v.value for v in g]
-            for g in (made.trainable_variables, made.non_trainable_variables)
-        )
-        jax.grad(lambda values: made.stateless_call(values, *others, X)[0].sum())(
+        groups = (made.trainable_variables, made.non_trainable_variables)
+        trained, others = ([v.value for v in group] for group in groups)
+        jax.grad(lambda values: made.stateless_call(values, others, X)[0].sum())(
             trained
         )
     elif keras.backend.backend() == "torch":
@@ -55,9 +54,8 @@ def test_several_replicas_say_so_once():
         differentiated_call(alone)
         made(X)
         made(X, training=False)
-    with pytest.warns(
-        UserWarning, match="outside of `fit` and `strategy.run`"
-    ) as found:
+    match = "outside of `fit` and `strategy.run`"
+    with pytest.warns(UserWarning, match=match) as found:
         differentiated_call(made)
         made(X, training=True)
     assert len([w for w in found if "strategy.run" in str(w.message)]) == 1
@@ -98,9 +96,7 @@ def test_what_is_no_raw_loop_says_nothing(tmp_path):
                 loss_of = losses.MeanSquaredError(reduction=None)
                 return ks.compute_average_loss(loss_of(y, made(x, training=True)))
 
-            loss, gradients = ks.value_and_grad(loss_fn, made.trainable_variables)()
-            optimizer.apply(gradients, made.trainable_variables)
-            return loss
+            return descend(loss_fn, made.trainable_variables, optimizer)
 
         for batch in strategy.experimental_distribute_dataset((X, Y), batch_size=4):
             strategy.run(step, args=batch)

@@ -7,6 +7,7 @@ import collections
 import keras
 import numpy as np
 import pytest
+from custom_loops.helpers import numbers, per_replica
 from keras import layers, ops
 
 import keras_strategies as ks
@@ -20,24 +21,6 @@ Point = collections.namedtuple("Point", "x y")
 
 def replica_id():
     return ks.get_replica_context().replica_id_in_sync_group
-
-
-def numbers(value):
-    """The replicas' values, as floats or lists of them."""
-    return [np.asarray(ops.convert_to_numpy(part)).tolist() for part in value.values]
-
-
-def per_replica(*parts):
-    return ks.PerReplica(
-        [ops.convert_to_tensor(np.asarray(p, "float32")) for p in parts]
-    )
-
-
-def values_of(strategy, fn):
-    """A value of each replica, which Python on the host has made."""
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: ops.convert_to_tensor(fn(context.replica_id_in_sync_group))
-    )
 
 
 def assert_usable(strategy):
@@ -192,18 +175,6 @@ def test_merge_call_takes_keyword_arguments_and_returns_structures(mirrored):
     assert name == "sum"
 
 
-@pytest.mark.parametrize(("axis", "joined"), [(0, [[1], [2]]), (1, [[1, 2]])])
-def test_all_gather_of_a_structure(mirrored, axis, joined):
-    def fn(x):
-        given = {"a": x, "b": (x * 10,)}
-        found = ks.get_replica_context().all_gather(given, axis=axis)
-        return found["a"] + 0, found["b"][0] + 0
-
-    once, ten_times = mirrored.run(fn, args=(per_replica([[1]], [[2]]),))
-    assert numbers(once) == [joined] * 2
-    np.testing.assert_array_equal(numbers(ten_times)[1], 10 * np.array(joined))
-
-
 def test_components_of_a_merged_result_go_back_to_their_replicas(mirrored):
     def merge(strategy, value):
         first, second = strategy.experimental_local_results(value)
@@ -215,18 +186,27 @@ def test_components_of_a_merged_result_go_back_to_their_replicas(mirrored):
     assert numbers(mirrored.run(fn, args=(per_replica(1.0, 2.0),))) == [2, 1]
 
 
-@pytest.mark.parametrize(
-    "op, expected", [("SUM", 5), ("mean", 2.5), ("MIN", 1), (ks.ReduceOp.MAX, 4)]
-)
-def test_all_reduce(mirrored, op, expected):
-    def fn(x):
-        context = ks.get_replica_context()
-        found = context.all_reduce(op, {"a": x, "b": [x * 10]})
-        return found["a"] + 0, found["b"][0] + 0
+COLLECTIVES = {
+    "sum": ((1, 4), 5, lambda context, x: context.all_reduce("SUM", x)),
+    "mean": ((1, 4), 2.5, lambda context, x: context.all_reduce("mean", x)),
+    "min": ((1, 4), 1, lambda context, x: context.all_reduce("MIN", x)),
+    "max": ((1, 4), 4, lambda context, x: context.all_reduce(ks.ReduceOp.MAX, x)),
+    "rows": (([[1]], [[2]]), [[1], [2]], lambda context, x: context.all_gather(x, 0)),
+    "columns": (([[1]], [[2]]), [[1, 2]], lambda context, x: context.all_gather(x, 1)),
+}
 
-    once, ten_times = mirrored.run(fn, args=(per_replica(1.0, 4.0),))
-    assert numbers(once) == [expected] * 2
-    assert numbers(ten_times) == [expected * 10] * 2
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_of_a_structure(mirrored, name):
+    parts, expected, collective = COLLECTIVES[name]
+
+    def fn(x):
+        found = collective(ks.get_replica_context(), {"a": x, "b": (x * 10, [x])})
+        return found["a"] + 0, found["b"][0] + 0, found["b"][1][0] + 0
+
+    once, ten_times, nested = mirrored.run(fn, args=(per_replica(*parts),))
+    assert numbers(once) == numbers(nested) == [expected] * 2
+    assert numbers(ten_times) == [(10 * np.array(expected)).tolist()] * 2
 
 
 @NOT_JAX
@@ -238,45 +218,39 @@ def test_all_gather_of_uneven_lengths(mirrored):
     assert numbers(found) == [[1, 2, 3, 4]] * 2
 
 
-def _gradient(strategy, parts, loss_of):
-    with strategy.scope():
+def summed(weight, x):
+    context = ks.get_replica_context()
+    factor = ops.cast(context.replica_id_in_sync_group, "float32") + 1
+    return factor * context.all_reduce("SUM", weight * ops.sum(x)) ** 2
+
+
+def gathered(weight, x):
+    return ops.sum(ks.get_replica_context().all_gather(weight * x, axis=0) ** 2)
+
+
+# With a weight of 2 the total of the sums is y = 2 (1 + 3) = 8. The gradients of 1 y^2
+# and 2 y^2 by y are 16 and 32, and their sum goes to both replicas. Each of two losses
+# of gathered parts is 4 * sum(x^2); its gradient is 2 * 2 * x^2 per element.
+@pytest.mark.parametrize(
+    "loss_of, parts, losses, gradients",
+    [
+        (summed, ([1.0], [3.0]), [64, 128], [48, 144]),
+        pytest.param(summed, ([1.0, 0.0], [3.0]), [64, 128], [48, 144], marks=NOT_JAX),
+        (gathered, ([1.0], [3.0]), [40, 40], [8, 72]),
+        pytest.param(gathered, ([1.0, 1.0], [3.0]), [44, 44], [16, 72], marks=NOT_JAX),
+    ],
+    ids=["all_reduce", "all_reduce-uneven", "all_gather", "all_gather-uneven"],
+)
+def test_gradients_go_through(mirrored, loss_of, parts, losses, gradients):
+    with mirrored.scope():
         weight = keras.Variable(np.float32(2))
 
     def fn(x):
         return ks.value_and_grad(lambda: loss_of(weight, x), [weight])()
 
-    loss, (gradient,) = strategy.run(fn, args=(per_replica(*parts),))
-    return numbers(loss), numbers(gradient)
-
-
-@pytest.mark.parametrize(
-    "parts", [([1.0], [3.0]), pytest.param(([1.0, 0.0], [3.0]), marks=NOT_JAX)]
-)
-def test_the_gradient_of_an_all_reduce_is_the_same_all_reduce(mirrored, parts):
-    def loss_of(weight, x):
-        context = ks.get_replica_context()
-        factor = ops.cast(context.replica_id_in_sync_group, "float32") + 1
-        return factor * context.all_reduce("SUM", weight * ops.sum(x)) ** 2
-
-    # The total is y = 2 (1 + 3) = 8; the gradients of 1 y^2 and 2 y^2 by y are 16
-    # and 32, and their sum goes to both replicas.
-    loss, gradient = _gradient(mirrored, parts, loss_of)
-    assert loss == [64, 128]
-    assert gradient == [48 * 1, 48 * 3]
-
-
-@pytest.mark.parametrize(
-    "parts", [([1.0], [3.0]), pytest.param(([1.0, 1.0], [3.0]), marks=NOT_JAX)]
-)
-def test_the_gradient_of_an_all_gather_is_the_sum_of_the_parts(mirrored, parts):
-    def loss_of(weight, x):
-        every = ks.get_replica_context().all_gather(weight * x, axis=0)
-        return ops.sum(every**2)
-
-    # Each of two losses is 4 * sum(x^2); its gradient is 2 * 2 * x^2 per element.
-    _, gradient = _gradient(mirrored, parts, loss_of)
-    squares = [sum(value**2 for value in part) for part in parts]
-    assert gradient == [2 * 4 * square for square in squares]
+    found, (gradient,) = mirrored.run(fn, args=(per_replica(*parts),))
+    assert numbers(found) == losses
+    assert numbers(gradient) == gradients
 
 
 # Reduce and gather.
@@ -306,18 +280,21 @@ def test_run_reduce_and_gather_inside_a_function(mirrored):
 # Variables.
 
 
-def _variable(strategy, synchronization, aggregation):
+def _variable(strategy, synchronization, aggregation, value=10.0, dtype="float32"):
+    options = {"synchronization": synchronization, "aggregation": aggregation}
     with strategy.scope():
         return keras.Variable(
-            np.float32(10),
-            trainable=False,
-            synchronization=synchronization,
-            aggregation=aggregation,
+            np.array(value, dtype), dtype=dtype, trainable=False, **options
         )
 
 
 def _number(strategy):
-    return values_of(strategy, lambda i: np.float32(i + 1))
+    """A value of each replica, which Python on the host has made."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: ops.convert_to_tensor(
+            np.float32(context.replica_id_in_sync_group + 1)
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -350,14 +327,7 @@ def test_on_read_variables_are_brought_together_when_read(
 def test_aggregated_booleans_stay_booleans(
     mirrored, synchronization, aggregation, together
 ):
-    with mirrored.scope():
-        v = keras.Variable(
-            np.array([True, False]),
-            dtype="bool",
-            trainable=False,
-            synchronization=synchronization,
-            aggregation=aggregation,
-        )
+    v = _variable(mirrored, synchronization, aggregation, [True, False], "bool")
     # The second replica alone assigns True.
     mirrored.run(lambda i: v.assign([i > 1.0, False]), args=(_number(mirrored),))
     assert keras.backend.standardize_dtype(v.value.dtype) == "bool"

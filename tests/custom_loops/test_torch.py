@@ -16,6 +16,7 @@ import keras_strategies as ks
 if keras.backend.backend() != "torch":
     pytest.skip("Torch only", allow_module_level=True)
 
+from custom_loops.helpers import assert_alike
 from harness.torch_loops import batches, distributed, gradients, loss_of, make_model
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -37,11 +38,12 @@ def strategy(request: Any) -> Any:
 Step = Callable[[Any, Any, int], Any]
 
 
-def train(
-    strategy: Any, make_step: Callable[[Any], tuple[Step, Callable[[], Any]]]
-) -> dict[str, Any]:
+MakeStep = Callable[[Any], tuple[Step, Callable[[], Any]]]
+
+
+def train(strategy: Any, make_step: MakeStep, make: Any) -> dict[str, Any]:
     """Trains with a step of rows, labels and the number of all rows."""
-    model = make_model(strategy)
+    model = make(strategy)
     step, after = make_step(model)
     seen = []
     for x, y in batches():
@@ -54,22 +56,26 @@ def train(
     return {"weights": model.get_weights(), "seen": seen}
 
 
-def assert_trains_as_one_device(strategy: Any, make_step: Any) -> None:
-    found, expected = train(strategy, make_step), train(None, make_step)
-    before = make_model(None).get_weights()
-    moved = [
-        np.abs(one - other).max()
-        for one, other in zip(expected["weights"], before, strict=True)
-    ]
-    assert max(moved) > 1e-3
-    for one, other in zip(found["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
-    for own, others in zip(found["seen"], expected["seen"], strict=True):
-        keras.tree.map_structure(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
-            own,
-            others,
-        )
+def assert_trains_as_one_device(
+    strategy: Any, make_step: MakeStep, make: Any = make_model
+) -> None:
+    found, expected = (train(each, make_step, make) for each in (strategy, None))
+    pairs = zip(expected["weights"], make(None).get_weights(), strict=True)
+    assert max(np.abs(one - other).max() for one, other in pairs) > 1e-3
+    keras.tree.assert_same_structure(found, expected)
+    assert_alike(*map(keras.tree.flatten, (found, expected)), rtol=2e-5, atol=2e-6)
+
+
+def stepping(model: Any, *optimizers: Any) -> Step:
+    """A backward pass, and a step of each optimizer."""
+
+    def step(x: Any, y: Any, rows: int) -> None:
+        loss_of(model, x, y, rows).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -157,18 +163,9 @@ def two_steps_in_a_run(model: Any) -> Any:
 
 def several_optimizers(model: Any) -> Any:
     first, *_, last = model.layers
-    optimizers = [
-        torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9),
-        torch.optim.Adam(last.parameters(), lr=0.01),
-    ]
-
-    def step(x: Any, y: Any, rows: int) -> None:
-        loss_of(model, x, y, rows).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step, lambda: len(optimizers[1].state)
+    one = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9)
+    other = torch.optim.Adam(last.parameters(), lr=0.01)
+    return stepping(model, one, other), lambda: len(other.state)
 
 
 def parameters_in_the_loss(model: Any) -> Any:
@@ -190,13 +187,7 @@ def hooks_of_parameters(model: Any) -> Any:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
-
-    def step(x: Any, y: Any, rows: int) -> None:
-        loss_of(model, x, y, rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, lambda: 0
+    return stepping(model, optimizer), lambda: 0
 
 
 def optimizer_of_keras(model: Any) -> Any:
@@ -265,8 +256,7 @@ def test_a_closure_is_for_one_device(mirrored):
         return model.get_weights()  # type: ignore[no-any-return]
 
     found, expected = trained(ks.OneDeviceStrategy("cpu:0")), trained(None)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert_alike(found, expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ks.errors.ContextError, match="LBFGS needs"):
         trained(mirrored)
 
@@ -316,44 +306,40 @@ def test_a_failed_run_leaves_gradients_as_they_were(mirrored):
         np.testing.assert_array_equal(one, other)
 
 
+def wrapping(strategy: Any, make: Callable[..., Any], *sizes: int) -> Any:
+    """A model of one module of Torch, which is made in the scope."""
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        shape = (None, sizes[-1])
+        layer = keras.layers.TorchModuleWrapper(make(*sizes), output_shape=shape)
+        return keras.Sequential([keras.Input((3,)), layer])
+
+
 def test_a_wrapped_module_of_torch_trains_as_on_one_device(strategy):
-    def trained(own: Any) -> Any:
+    def make(strategy: Any) -> Any:
         torch.manual_seed(4)
-        with contextlib.nullcontext() if own is None else own.scope():
-            module = torch.nn.Linear(3, 4)
-            wrapped = keras.layers.TorchModuleWrapper(module, output_shape=(None, 4))
-            model = keras.Sequential([keras.Input((3,)), wrapped])
+        return wrapping(strategy, torch.nn.Linear, 3, 4)
+
+    def make_step(model: Any) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-        def step(x: Any, y: Any, rows: int) -> None:
-            optimizer.zero_grad()
-            loss_of(model, x, y, rows).backward()
-            optimizer.step()
+        def after() -> Any:
+            kernel = model.layers[0].module.weight.detach().numpy()
+            np.testing.assert_array_equal(kernel, model.get_weights()[0])
+            return 0
 
-        for x, y in batches():
-            if own is None:
-                step(torch.from_numpy(x), torch.from_numpy(y), len(x))
-            else:
-                rows = [distributed(own, each) for each in (x, y)]
-                own.run(step, args=(*rows, len(x)))
-        return model.get_weights(), module.weight.detach().numpy()
+        return stepping(model, optimizer), after
 
-    (found, kernel), (expected, _) = trained(strategy), trained(None)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
-    np.testing.assert_array_equal(kernel, found[0])
+    assert_trains_as_one_device(strategy, make_step, make)
 
 
 def test_buffers_of_a_torch_module_that_replicas_change_are_an_error(mirrored):
-    with mirrored.scope():
-        norm = torch.nn.BatchNorm1d(3)
-        wrapped = keras.layers.TorchModuleWrapper(norm, output_shape=(None, 3))
-        model = keras.Sequential([keras.Input((3,)), wrapped])
+    model = wrapping(mirrored, torch.nn.BatchNorm1d, 3)
     x = distributed(mirrored, batches()[0][0])
     mirrored.run(lambda x: model(x, training=False), args=(x,))
     with pytest.raises(ks.errors.ContextError, match="changes its buffer"):
         mirrored.run(lambda x: model(x, training=True), args=(x,))
-    np.testing.assert_array_equal(norm.running_mean, np.zeros(3))
+    mean = model.layers[0].module.running_mean
+    np.testing.assert_array_equal(mean, np.zeros(3))
 
 
 def test_replicas_differ_where_a_function_first_draws_in_a_later_call(mirrored):

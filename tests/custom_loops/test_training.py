@@ -8,6 +8,7 @@ import textwrap
 import keras
 import numpy as np
 import pytest
+from custom_loops.helpers import assert_alike, descend, per_replica
 from harness.forker import run_code
 from harness.strategies import STRATEGIES
 from keras import layers, ops
@@ -27,14 +28,9 @@ def data(rows):
 
 
 def classifier():
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, activation="relu"),
-            layers.BatchNormalization(momentum=0.8),
-            layers.Dense(3),
-        ]
-    )
+    hidden = layers.Dense(8, activation="relu")
+    norm = layers.BatchNormalization(momentum=0.8)
+    return keras.Sequential([keras.Input((6,)), hidden, norm, layers.Dense(3)])
 
 
 def batches(strategy, arrays, size):
@@ -50,18 +46,6 @@ def batches(strategy, arrays, size):
             ks.PerReplica([ops.convert_to_tensor(p) for p in np.split(array, ends)])
             for array in batch
         )
-
-
-def assert_alike(found, expected, tolerance=1e-4):
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
-
-
-def descend(loss_fn, variables, optimizer):
-    """A step of a replica; its loss."""
-    loss, gradients = ks.value_and_grad(loss_fn, variables)()
-    optimizer.apply(gradients, variables)
-    return loss
 
 
 def loop(strategy, rows, batch=16, build=True, jit_compile=None):
@@ -88,9 +72,8 @@ def loop(strategy, rows, batch=16, build=True, jit_compile=None):
             return ks.compute_average_loss(CROSS_ENTROPY(y, scores)), scores
 
         variables = model.trainable_variables
-        (loss, scores), gradients = ks.value_and_grad(
-            loss_fn, variables, has_aux=True
-        )()
+        gradient = ks.value_and_grad(loss_fn, variables, has_aux=True)
+        (loss, scores), gradients = gradient()
         optimizer.apply(gradients, variables)
         scale.update_state(ops.abs(scores))
         return loss
@@ -152,43 +135,35 @@ def test_gradients_that_are_accumulated_by_hand(mirrored):
             keras.utils.set_random_seed(1)
             model = classifier()
             optimizer = keras.optimizers.SGD(0.1)
-            optimizer.build(model.trainable_variables)
-            sums = [
-                keras.Variable(
-                    np.zeros(v.shape, "float32"),
-                    trainable=False,
-                    synchronization="on_read",
-                    aggregation="sum",
-                )
-                for v in model.trainable_variables
-            ]
+            variables = model.trainable_variables
+            optimizer.build(variables)
+            options = {"synchronization": "on_read", "aggregation": "sum"}
+            zeros = [np.zeros(v.shape, "float32") for v in variables]
+            sums = [keras.Variable(z, trainable=False, **options) for z in zeros]
 
         def accumulate(x, y):
             def loss_fn():
                 scores = model(x, training=True)
                 return ks.compute_average_loss(CROSS_ENTROPY(y, scores))
 
-            _, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)()
+            _, gradients = ks.value_and_grad(loss_fn, variables)()
             for total, gradient in zip(sums, gradients, strict=True):
                 total.assign_add(gradient)
 
         def update():
             gradients = [ops.convert_to_tensor(total) / 2 for total in sums]
-            optimizer.apply(gradients, model.trainable_variables)
+            optimizer.apply(gradients, variables)
             for total in sums:
                 total.assign(ops.zeros(total.shape))
 
-        steps = [
-            lambda *batch: strategy.run(accumulate, args=batch),
-            lambda: strategy.run(update),
-        ]
-        if strategy is not mirrored:
-            # Otherwise JAX compiles each operation by itself on one device.
-            steps = [ks.function(step) for step in steps]
+        # Otherwise JAX compiles each operation by itself on one device.
+        compiled = (lambda step: step) if strategy is mirrored else ks.function
+        add = compiled(lambda *batch: strategy.run(accumulate, args=batch))
+        apply = compiled(lambda: strategy.run(update))
         for i, batch in enumerate(batches(strategy, (x, y), 6)):
-            steps[0](*batch)
+            add(*batch)
             if i % 2:
-                steps[1]()
+                apply()
         return model.get_weights()
 
     assert_alike(train(mirrored), train(ks.get_strategy()))
@@ -208,8 +183,7 @@ def test_frozen_parts_stay_as_they_are_and_none_is_no_gradient(mirrored):
         assert gradients[1] is None
         optimizer.apply(gradients, [used, unused])
 
-    x = ks.PerReplica([ops.ones((2,)), ops.ones((2,))])
-    mirrored.run(step, args=(x,))
+    mirrored.run(step, args=(per_replica([1, 1], [1, 1]),))
     np.testing.assert_allclose(ops.convert_to_numpy(used), [0, 0])
     assert float(unused.numpy()) == 3
 
@@ -272,9 +246,8 @@ def test_a_largest_value_without_a_stop_is_refused(mirrored):
 
         return ks.value_and_grad(loss_fn, [variable])()[0]
 
-    x = ks.PerReplica([ops.ones(()), ops.ones(()) * 2])
     with pytest.raises(ks.errors.GatherError, match="MAX has no gradient"):
-        mirrored.run(step, args=(x,))
+        mirrored.run(step, args=(per_replica(1, 2),))
 
 
 @pytest.mark.parametrize("count, compiled", [(2, False), (3, True)])
@@ -285,18 +258,15 @@ def test_updates_in_merge_calls_equal_one_device(count, compiled):
     def train(strategy):
         with strategy.scope():
             weights = keras.Variable(np.ones(4, "float32"))
-            moment, average = (
-                keras.Variable(np.zeros(4, "float32"), trainable=False)
-                for _ in range(2)
-            )
+            zeros = np.zeros(4, "float32")
+            moment, average = (keras.Variable(zeros, trainable=False) for _ in range(2))
 
         def follow(strategy, sums):
             total = strategy.extended.reduce_to("SUM", sums, average)
-            strategy.extended.update(
-                average, lambda v, d: v.assign(v * 0.9 + d), args=(total,)
-            )
+            update = strategy.extended.update
+            update(average, lambda v, d: v.assign(v * 0.9 + d), args=(total,))
 
-        def descend(strategy, gradient):
+        def apply(strategy, gradient):
             both = [(gradient, moment), (gradient, weights)]
             first, second = strategy.extended.batch_reduce_to("SUM", both)
             update = strategy.extended.update
@@ -314,7 +284,7 @@ def test_updates_in_merge_calls_equal_one_device(count, compiled):
                 return ops.sum(found**2)
 
             _, (gradient,) = ks.value_and_grad(loss_fn, [weights])()
-            after = context.merge_call(descend, args=(gradient,))
+            after = context.merge_call(apply, args=(gradient,))
             # What is read on a replica afterwards is new.
             return ops.sum(after - weights)
 

@@ -63,6 +63,17 @@ def with_optimizer(name: str, make: Any, **kwargs: Any) -> Case:
     return Case(name, optimizer=make, **kwargs)
 
 
+def towers(name: str, size: str = "mse", **kwargs: Any) -> Case:
+    """Two named inputs, two named outputs; `size` is the loss of the second."""
+    return Case(
+        name,
+        model=models.two_towers,
+        data=data.named,
+        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": size},
+        **kwargs,
+    )
+
+
 def validation(rows: Data) -> Data:
     return take(rows, slice(0, 11))
 
@@ -79,20 +90,8 @@ DATA = [
     Case("py_dataset_2_workers", feed=data.py_dataset_2_workers, epochs=1),
     Case("generator", feed=data.generator, epochs=1, sample_weight=True),
     Case("generator_endless", feed=data.endless),
-    Case(
-        "dict_inputs",
-        model=models.two_towers,
-        data=data.named,
-        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
-        metrics=lambda: {"kind": ["accuracy"], "size": ["mae"]},
-    ),
-    Case(
-        "dict_inputs_tf_data",
-        model=models.two_towers,
-        data=data.named,
-        feed=data.tf_data,
-        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
-    ),
+    towers("dict_inputs", metrics=lambda: {"kind": ["accuracy"], "size": ["mae"]}),
+    towers("dict_inputs_tf_data", feed=data.tf_data),
     Case("tuple_inputs", model=models.pair, data=data.paired, loss=lambda: "mse"),
     Case("nested_inputs", model=models.nested, data=data.nested, loss=lambda: "mse"),
     Case(
@@ -146,12 +145,8 @@ LOSSES = [
     regression("loss_function_per_sample", loss=lambda: per_sample, sample_weight=True),
     regression("loss_function_scalar", loss=lambda: scalar_of_batch),
     regression("loss_contrastive", loss=lambda: contrastive),
-    Case(
-        "loss_weights",
-        model=models.two_towers,
-        data=data.named,
-        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "huber"},
-        compile={"loss_weights": {"kind": 0.3, "size": 2.0}},
+    towers(
+        "loss_weights", "huber", compile={"loss_weights": {"kind": 0.3, "size": 2.0}}
     ),
     Case("regularizers", model=models.regularized, rows=23),
     Case("activity_regularizer", model=models.activity_regularized, rows=23),
@@ -186,10 +181,7 @@ METRICS = [
         loss=lambda: "categorical_crossentropy",
         metrics=lambda: [metrics.F1Score(average="macro")],
     ),
-    Case(
-        "mean_iou",
-        metrics=lambda: [metrics.MeanIoU(3, sparse_y_pred=False)],
-    ),
+    Case("mean_iou", metrics=lambda: [metrics.MeanIoU(3, sparse_y_pred=False)]),
     regression(
         "r2_rmse",
         metrics=lambda: [metrics.R2Score(), metrics.RootMeanSquaredError()],
@@ -202,11 +194,8 @@ METRICS = [
     ),
     regression("metric_maximum", metrics=lambda: [Largest()]),
     regression("metric_function", metrics=lambda: [largest_error, "mae"]),
-    Case(
+    towers(
         "metrics_per_output",
-        model=models.two_towers,
-        data=data.named,
-        loss=lambda: {"kind": "sparse_categorical_crossentropy", "size": "mse"},
         metrics=lambda: {"kind": "accuracy", "size": [metrics.R2Score(), "mae"]},
     ),
 ]
@@ -235,21 +224,9 @@ MODELS = [
     Case("transformer", model=models.transformer, data=data.tokens),
     Case("counting_layer", model=models.counting),
     Case("spectral_normalization", model=models.spectral, rows=23),
-    Case(
-        "tied_embeddings",
-        model=models.tied,
-        data=data.tagged,
-    ),
-    Case(
-        "position_embedding",
-        model=models.with_positions,
-        data=data.tagged,
-    ),
-    regression(
-        "custom_step",
-        model=custom_steps.CustomLoss,
-        loss=lambda: None,
-    ),
+    Case("tied_embeddings", model=models.tied, data=data.tagged),
+    Case("position_embedding", model=models.with_positions, data=data.tagged),
+    regression("custom_step", model=custom_steps.CustomLoss, loss=lambda: None),
     regression(
         "custom_step_submodels",
         model=custom_steps.AutoEncoder,
@@ -259,25 +236,25 @@ MODELS = [
     regression("custom_predict_step", model=custom_steps.SpreadOfTheBatch),
 ]
 
+# By the arguments of SGD; the learning rate comes first.
+SGD: dict[str, dict[str, Any]] = {
+    "sgd_plain": {},
+    "weight_decay": {"weight_decay": 0.05},
+    "clipnorm": {"clipnorm": 0.1},
+    "global_clipnorm": {"global_clipnorm": 0.1},
+}
 OPTIMIZERS = [
-    with_optimizer("sgd_plain", lambda: optimizers.SGD(0.1)),
-    with_optimizer(
-        "adam",
-        lambda: optimizers.Adam(0.01),
-        tolerance=ADAM_TOLERANCE,
+    *(
+        with_optimizer(name, lambda options=options: optimizers.SGD(0.1, **options))
+        for name, options in SGD.items()
     ),
+    with_optimizer("adam", lambda: optimizers.Adam(0.01), tolerance=ADAM_TOLERANCE),
     with_optimizer(
         "adamw",
         lambda: optimizers.AdamW(0.01, weight_decay=0.1),
         tolerance=ADAM_TOLERANCE,
     ),
     with_optimizer("rmsprop", lambda: optimizers.RMSprop(0.01)),
-    with_optimizer("weight_decay", lambda: optimizers.SGD(0.1, weight_decay=0.05)),
-    with_optimizer("clipnorm", lambda: optimizers.SGD(0.1, clipnorm=0.1)),
-    with_optimizer(
-        "global_clipnorm",
-        lambda: optimizers.SGD(0.1, global_clipnorm=0.1),
-    ),
     with_optimizer(
         "ema",
         lambda: optimizers.SGD(
@@ -286,9 +263,7 @@ OPTIMIZERS = [
         script=fit_then_state,
     ),
     with_optimizer(
-        "ema_at_end",
-        lambda: optimizers.SGD(0.1, use_ema=True),
-        script=fit_then_state,
+        "ema_at_end", lambda: optimizers.SGD(0.1, use_ema=True), script=fit_then_state
     ),
     with_optimizer(
         "gradient_accumulation",
@@ -308,10 +283,10 @@ OPTIMIZERS = [
         ),
     ),
     # Sums in half precision depend on their order: 11 and 8 bits of mantissa.
-    Case(
+    with_optimizer(
         "mixed_float16",
+        lambda: optimizers.SGD(0.1),
         policy="mixed_float16",
-        optimizer=lambda: optimizers.SGD(0.1),
         tolerance=2**-8,
     ),
 ]
@@ -325,10 +300,7 @@ FIT_OPTIONS = [
         compile_alone={"jit_compile": False} if TORCH else {},
     ),
     Case("sample_weight", sample_weight=True, rows=23),
-    Case(
-        "class_weight",
-        fit=lambda rows: {"class_weight": {0: 0.2, 1: 1.0, 2: 3.0}},
-    ),
+    Case("class_weight", fit=lambda rows: {"class_weight": {0: 0.2, 1: 1.0, 2: 3.0}}),
     Case(
         "validation_split",
         rows=32,

@@ -72,13 +72,8 @@ def learned(model: keras.Model) -> tuple[float, np.ndarray]:
 
 
 @pytest.mark.one_backend("torch")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "MobileNet" else pytest.mark.nightly)
-        for name in EPSILONS
-    ],
-)
+@pytest.mark.nightly(unless=["MobileNet"])
+@pytest.mark.parametrize("name", EPSILONS)
 def test_application(name: str, mirrored: Any) -> None:
     loss, expected = learned(application(name))
     with mirrored.scope():

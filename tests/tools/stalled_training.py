@@ -48,10 +48,6 @@ def sleeps() -> None:
     time.sleep(LONG)  # stalls loader
 
 
-def first() -> None:
-    time.sleep(LONG)  # stalls first_batch
-
-
 def pipe() -> None:
     """A file that nobody writes, as on a disk that does not answer."""
     read, _ = os.pipe()
@@ -120,10 +116,6 @@ def garbage() -> None:
     gc.collect()
 
 
-def stopped() -> None:
-    time.sleep(1.0)
-
-
 #: Stalls in the twenty-first batch of the loader, and in the callback of that step.
 LOADER: dict[str, Callable[[], None]] = {
     "loader": sleeps,
@@ -140,8 +132,8 @@ CALLBACK: dict[str, Callable[[], None]] = {
     "program": program,
     "busy_callback": busy_callback,
     "gc": garbage,
-    "stop": stopped,
-    "stop_chief": stopped,
+    "stop": lambda: time.sleep(1.0),
+    "stop_chief": lambda: time.sleep(1.0),
 }
 
 
@@ -167,7 +159,7 @@ def batches():
     rng = np.random.default_rng(0)
     for number in itertools.count():
         if kind == "first_batch" and number == 0 and begin():
-            first()
+            time.sleep(LONG)  # stalls first_batch
         if kind in LOADER and number == 20 and begin():
             LOADER[kind]()
         if kind == "delay" and me == late:
@@ -180,11 +172,6 @@ def batches():
         yield rng.random((rows, 8), "float32"), rng.random((rows, 1), "float32")
 
 
-def slow_write(*args: object, **kwargs: object) -> None:
-    begin()
-    time.sleep(LONG)  # stalls save
-
-
 def loop(strategy: ks.Strategy, model: keras.Model) -> None:
     """A loop of one's own, which one worker leaves."""
     for number in range(100_000):
@@ -192,6 +179,11 @@ def loop(strategy: ks.Strategy, model: keras.Model) -> None:
             break
         strategy.run(lambda: ks.get_replica_context().all_reduce("SUM", np.ones(3)))
     time.sleep(LONG)  # stalls left
+
+
+def slow_write(*args: object, **kwargs: object) -> None:
+    begin()
+    time.sleep(LONG)  # stalls save
 
 
 if kind == "save":

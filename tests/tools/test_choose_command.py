@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from keras_strategies.tools.choose_command import Needs, choose
@@ -53,15 +49,6 @@ def build():
     model.compile("adam", "mse")
     return model
 """
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch) -> Iterator[str]:
-    path = tmp_path / "chosen_script.py"
-    path.write_text(SCRIPT)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield str(path)
-    sys.modules.pop(path.stem, None)
 
 
 @pytest.mark.filterwarnings("error:.*called for training outside")

@@ -38,6 +38,20 @@ def start_doctor(tmp_path) -> Iterator[Callable[..., Forked]]:
         yield start
 
 
+@pytest.fixture
+def examine(capsys, monkeypatch) -> Callable[..., str]:
+    """What a doctor of the cluster and its ports prints; it finds some problems."""
+
+    def examined(problems: int, secret: str) -> str:
+        monkeypatch.setenv("KS_CLUSTER_SECRET", secret)
+        chosen = [each for each in doctors.CHECKS if each[0] in ("cluster", "ports")]
+        monkeypatch.setattr(doctors, "CHECKS", tuple(chosen))
+        assert doctors.doctor(timeout_seconds=0) == problems
+        return capsys.readouterr().out
+
+    return examined
+
+
 def tf_config(cluster: dict, job: str = "worker", index: int = 0) -> str:
     return json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
 
@@ -62,13 +76,11 @@ def test_alone_it_says_versions_and_devices(start_doctor) -> None:
 def test_releases_that_the_wheel_does_not_allow_are_named(monkeypatch) -> None:
     releases = {"keras": "3.15.1", "jax": "0.7.2", "torch": "2.99.0"}
     monkeypatch.setattr(doctors, "_version", lambda name: releases.get(name, ""))
-    found = {
-        each.what: each.found for each in doctors._versions(doctors.CheckContext(1.0))
-    }
+    versions = doctors._versions(doctors.CheckContext(1.0))
+    found = {each.what: each.found for each in versions}
     assert found["keras"] == "3.15.1"
-    assert re.fullmatch(
-        r"0\.7\.2, not tested: this package takes .*>=0\.10.*", found["jax"]
-    )
+    range_of_jax = r"0\.7\.2, not tested: this package takes .*>=0\.10.*"
+    assert re.fullmatch(range_of_jax, found["jax"])
     assert found["torch"].startswith("2.99.0, not tested: ")
     assert found["tensorflow"] == "is not installed"
 
@@ -132,18 +144,14 @@ def test_what_to_do_next(context: dict, problems: int, step: str) -> None:
     ],
 )
 def test_what_listens_and_how_it_is_protected(
-    capsys, monkeypatch, cluster: dict, backend: str, lines: list[str]
+    examine, monkeypatch, cluster: dict, backend: str, lines: list[str]
 ) -> None:
-    monkeypatch.setenv("KS_CLUSTER_SECRET", "0123456789abcdef" * 4)
     resolver = ks.cluster_resolver.SimpleClusterResolver(
         cluster, task_type="worker", task_id=0
     )
     monkeypatch.setattr(doctors, "find_cluster", lambda: resolver)
     monkeypatch.setenv("KERAS_BACKEND", backend)
-    chosen = [check for check in doctors.CHECKS if check[0] in ("cluster", "ports")]
-    monkeypatch.setattr(doctors, "CHECKS", tuple(chosen))
-    assert doctors.doctor(timeout_seconds=0) == 0
-    printed = capsys.readouterr().out
+    printed = examine(0, secret="0123456789abcdef" * 4)
     assert [line for line in lines if line not in printed] == [], printed
     assert "0123456789abcdef" not in printed
 
@@ -157,15 +165,11 @@ def test_what_listens_and_how_it_is_protected(
     ],
 )
 def test_a_secret_that_is_missing_is_a_problem(
-    capsys, monkeypatch, secret: str, job: str, found: str
+    examine, monkeypatch, secret: str, job: str, found: str
 ) -> None:
-    monkeypatch.setenv("KS_CLUSTER_SECRET", secret)
     cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
     monkeypatch.setenv("TF_CONFIG", tf_config(cluster, job))
-    chosen = [check for check in doctors.CHECKS if check[0] in ("cluster", "ports")]
-    monkeypatch.setattr(doctors, "CHECKS", tuple(chosen))
-    assert doctors.doctor(timeout_seconds=0) == int(found.startswith("!"))
-    assert found in capsys.readouterr().out
+    assert found in examine(int(found.startswith("!")), secret)
 
 
 def test_who_answers_and_who_does_not(capsys, monkeypatch) -> None:
@@ -175,15 +179,9 @@ def test_who_answers_and_who_does_not(capsys, monkeypatch) -> None:
         silent.bind(("127.0.0.1", 0))
         there, not_there = server.getsockname()[1], silent.getsockname()[1]
         (own,) = free_addresses(1)
-        cluster = {
-            "chief": [own],
-            "worker": [
-                f"127.0.0.1:{there}",
-                f"127.0.0.1:{not_there}",
-                "no-such-machine.invalid:1",
-                "rank-3",
-            ],
-        }
+        workers = [f"127.0.0.1:{there}", f"127.0.0.1:{not_there}"]
+        workers += ["no-such-machine.invalid:1", "rank-3"]
+        cluster = {"chief": [own], "worker": workers}
         monkeypatch.setenv("TF_CONFIG", tf_config(cluster, "chief"))
         assert doctors.doctor(timeout_seconds=0.3) == 1
     printed = capsys.readouterr().out

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import keras
 import pytest
@@ -55,18 +56,21 @@ FAILURES = {
 }
 
 
-def group_script(folder, failure, body="train()\n", slow=1.0):
+def written(folder, code):
     path = folder / "script.py"
-    code = GROUP.replace("FAILURE", failure).replace("SLOW", str(slow))
-    path.write_text(code + body)
+    path.write_text(code)
     return str(path)
+
+
+def group_script(folder, failure, body="train()\n", slow=1.0):
+    code = GROUP.replace("FAILURE", failure).replace("SLOW", str(slow))
+    return written(folder, code + body)
 
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_the_first_failure_is_named_with_its_code_and_traceback(tmp_path, kind):
     failure, code, error = FAILURES[kind]
-    path = group_script(tmp_path, failure)
-    process = launch("--workers", "3", path)
+    process = launch("--workers", "3", group_script(tmp_path, failure))
     assert process.returncode == code, process.stderr
     lines = process.stderr.splitlines()
     ends = [line for line in lines if "ending the others" in line]
@@ -133,20 +137,15 @@ def test_launched_functions_raise_the_first_error():
     keras.backend.backend() != "torch", reason="torchrun is a program of Torch"
 )
 def test_torchrun_names_the_root_cause(tmp_path):
-    path = tmp_path / "script.py"
-    code = GROUP.replace("FAILURE", "sys.exit(3)").replace("SLOW", "1.0")
-    start = code.index("config =")
-    end = code.index("group = ")
+    path = Path(group_script(tmp_path, "sys.exit(3)"))
+    code = path.read_text().replace("timeout=20.0", "timeout=20.0, shares_port=True")
+    start, end = code.index("config ="), code.index("group = ")
     address = "[f'127.0.0.1:{os.environ[\"MASTER_PORT\"]}'] * 2"
-    code = (
-        f"{code[:start]}index, addresses = int(os.environ['RANK']), {address}\n"
-        f"{code[end:]}train()\n"
-    )
-    path.write_text(code.replace("timeout=20.0", "timeout=20.0, shares_port=True"))
+    place = f"index, addresses = int(os.environ['RANK']), {address}\n"
+    path.write_text(code[:start] + place + code[end:])
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    process = subprocess.run(
-        [*run, str(path)], capture_output=True, text=True, timeout=TIMEOUT
-    )
+    run.append(str(path))
+    process = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT)
     root = process.stderr.split("Root Cause")[-1]
     assert "rank      : 1 " in root, process.stderr
     assert "exitcode  : 3 " in root
@@ -171,12 +170,11 @@ def ready(name):
         time.sleep(0.01)
 ready("begun")
 """
+BUG = EQUAL + "raise ValueError('a bug of all')\n"
 
 
 def test_an_error_of_all_workers_is_printed_once(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(EQUAL + "raise ValueError('a bug of all')\n")
-    process = launch("--workers", "4", str(path))
+    process = launch("--workers", "4", written(tmp_path, BUG))
     assert process.returncode == 1
     [(label, error)] = tracebacks(process)
     # Those that the launcher has ended before they failed are not named.
@@ -186,7 +184,6 @@ def test_an_error_of_all_workers_is_printed_once(tmp_path):
 
 
 def test_tracebacks_that_differ_are_in_files(tmp_path):
-    path = tmp_path / "script.py"
     # They ignore being ended, so that all have the error.
     body = (
         "import signal\n"
@@ -196,8 +193,8 @@ def test_tracebacks_that_differ_are_in_files(tmp_path):
         "def even(): raise ValueError('a bug of all')\n"
         "odd() if index % 2 else even()\n"
     )
-    path.write_text(EQUAL + body)
-    process = launch("--workers", "4", str(path), TMPDIR=str(tmp_path))
+    path = written(tmp_path, EQUAL + body)
+    process = launch("--workers", "4", path, TMPDIR=str(tmp_path))
     assert tracebacks(process) == [("workers 0-3", "ValueError: a bug of all")]
     [folder] = re.findall(r"different tracebacks.* all are in (.*)$", process.stderr)
     for index in range(4):
@@ -207,9 +204,8 @@ def test_tracebacks_that_differ_are_in_files(tmp_path):
 
 
 def test_elastic_workers_print_an_error_once(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(EQUAL + "raise ValueError('a bug of all')\n")
-    process = launch("--elastic", "1:4", "--max-restarts", "1", str(path))
+    path = written(tmp_path, BUG)
+    process = launch("--elastic", "1:4", "--max-restarts", "1", path)
     assert process.returncode == 1
     found = tracebacks(process)
     # Before the first restart, and as the last lines.
@@ -220,15 +216,15 @@ def test_elastic_workers_print_an_error_once(tmp_path):
 
 @pytest.mark.parametrize("seconds", [0, pytest.param(8, marks=pytest.mark.nightly)])
 def test_a_traceback_of_a_task_that_goes_on_is_printed(tmp_path, seconds):
-    path = tmp_path / "script.py"
-    path.write_text(
+    path = written(
+        tmp_path,
         "import sys, time, traceback\n"
         "try: 1 / 0\n"
         "except ZeroDivisionError: traceback.print_exc()\n"
         f"time.sleep({seconds})\n"
-        "print('after', file=sys.stderr)\n"
+        "print('after', file=sys.stderr)\n",
     )
-    process = launch("--workers", "1", str(path))
+    process = launch("--workers", "1", path)
     assert process.returncode == 0
     assert len(tracebacks(process)) == 1
     assert process.stderr.endswith("[worker 0] after\n")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 
 import pytest
 from harness.processes import (
@@ -32,6 +34,20 @@ def script(tmp_path):
     return lambda body: write_script(tmp_path, body)
 
 
+@contextlib.contextmanager
+def launched(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher that runs while the context is open."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(
+        command("launch", *arguments), **pipes, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 # --- Tasks and their output ---------------------------------------------------
 
 
@@ -45,10 +61,8 @@ def test_each_task_gets_its_place_and_its_lines_are_labelled(script):
     configs = [json.loads(re.search(r"\{.*\}", line)[0]) for line in lines]
     assert len({json.dumps(config["cluster"]) for config in configs}) == 1
     cluster = configs[0]["cluster"]
-    assert {job: len(tasks) for job, tasks in cluster.items()} == {
-        "chief": 1,
-        "worker": 2,
-    }
+    counts = {job: len(tasks) for job, tasks in cluster.items()}
+    assert counts == {"chief": 1, "worker": 2}
     addresses = [address for job in cluster.values() for address in job]
     assert len(set(addresses)) == 3
     assert all(address.startswith("127.0.0.1:") for address in addresses)
@@ -67,10 +81,8 @@ def test_both_streams_stay_apart_and_no_line_is_torn(script):
     for text, letter in ((process.stdout, "x"), (process.stderr, "y")):
         for worker in range(3):
             own = [line for line in text.splitlines() if f"r{worker} " in line]
-            assert own == [
-                f"[worker {worker}] worker{worker} {i} {letter * 300}"
-                for i in range(300)
-            ]
+            label, end = f"[worker {worker}] worker{worker}", letter * 300
+            assert own == [f"{label} {i} {end}" for i in range(300)]
     assert process.stdout.count("] no end of line\n") == 3
 
 
@@ -91,22 +103,16 @@ def test_lines_come_while_the_task_is_still_running(script, tmp_path):
 
 def test_a_module_may_be_launched(script, tmp_path):
     script("print('as a module', __name__)\n")
-    process = launch(
-        *("--workers", "1", "-m", "script"),
-        PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
-    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    process = launch("--workers", "1", "-m", "script", PYTHONPATH=path)
     assert process.stdout == "[worker 0] as a module __main__\n", process.stderr
 
 
 def test_a_run_goes_on_when_nobody_reads_it_any_more(script, tmp_path):
     path = script("for i in range(1000): print('x' * 1000)\nwrite(me + '.done', '')\n")
     line = " ".join(command("launch", "--workers", "2", path)) + " | head -1"
-    process = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
+    shell = ["bash", "-o", "pipefail", "-c", line]
+    process = subprocess.run(shell, capture_output=True, text=True, timeout=TIMEOUT)
     assert process.returncode == 0
     assert len(process.stdout.splitlines()) == 1
     assert process.stderr == ""
@@ -133,16 +139,14 @@ def test_gpus_are_shared_among_those_that_compute(script):
 # --- The end ------------------------------------------------------------------
 
 
-def test_servers_are_ended_when_the_workers_are_done(script, tmp_path):
-    path = script("begun(3)\nif me.startswith('ps'): time.sleep(600)\n")
-    assert launch("--workers", "1", "--ps", "2", path).returncode == 0
-    assert_gone(pids(tmp_path, 3))
-
-
-def test_the_end_of_a_coordinating_chief_is_the_end_of_all(script, tmp_path):
-    path = script("begun(3)\nif me != 'chief0': time.sleep(600)\n")
-    arguments = ("--workers", "1", "--ps", "1", "--chief", path)
-    assert launch(*arguments).returncode == 0
+@pytest.mark.parametrize(
+    ("tasks", "waits"),
+    [(["--ps", "2"], "me[:2] == 'ps'"), (["--ps", "1", "--chief"], "me != 'chief0'")],
+    ids=["workers", "coordinating_chief"],
+)
+def test_all_are_ended_when_these_are_done(script, tmp_path, tasks, waits):
+    path = script(f"begun(3)\nif {waits}: time.sleep(600)\n")
+    assert launch("--workers", "1", *tasks, path).returncode == 0
     assert_gone(pids(tmp_path, 3))
 
 
@@ -165,12 +169,8 @@ def test_one_that_fails_ends_all_with_its_exit_code(script, tmp_path):
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 def test_one_that_is_killed_is_named_with_its_signal(script, tmp_path, name):
-    path = script(
-        "begun(2)\n"
-        f"if me == 'worker1': os.kill(os.getpid(), signal.{name})\n"
-        "time.sleep(600)\n"
-    )
-    process = launch("--workers", "2", path)
+    kill = f"if me == 'worker1': os.kill(os.getpid(), signal.{name})\n"
+    process = launch("--workers", "2", script(f"begun(2)\n{kill}time.sleep(600)\n"))
     assert process.returncode == 128 + signal.Signals[name]
     assert f"worker 1 was ended by {name}" in process.stderr
     assert_gone(pids(tmp_path, 2))
@@ -263,26 +263,6 @@ def test_nothing_outlives_a_launcher_that_is_killed(script, tmp_path, whole_grou
         assert_gone(begun)
 
 
-class launched:
-    """A launcher that runs while the context is open."""
-
-    def __init__(self, *arguments: str):
-        self.process = subprocess.Popen(
-            command("launch", *arguments),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> subprocess.Popen[str]:
-        return self.process
-
-    def __exit__(self, *exception: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 # --- Restarts -----------------------------------------------------------------
 
 
@@ -297,10 +277,8 @@ def test_a_cluster_that_failed_is_started_again_with_other_ports(script, tmp_pat
     )
     process = launch("--workers", "2", "--max-restarts", "2", path)
     assert process.returncode == 0
-    assert re.findall(r"restarting \((.*)\)", process.stderr) == [
-        "1 of 2",
-        "2 of 2",
-    ]
+    restarts = re.findall(r"restarting \((.*)\)", process.stderr)
+    assert restarts == ["1 of 2", "2 of 2"]
     configs = [json.loads(x) for x in (tmp_path / "worker0").read_text().splitlines()]
     assert len(configs) == 3
     assert len({json.dumps(config["cluster"]) for config in configs}) == 3
@@ -357,10 +335,8 @@ def test_an_elastic_worker_that_is_lost_is_started_again(script, tmp_path):
     assert first == second
     assert json.loads(first)[0] == "2:3"
     assert len(json.loads(first)[1]["cluster"]["worker"]) == 3
-    assert sorted(path.name for path in tmp_path.glob("*.done")) == [
-        "worker0.done",
-        "worker2.done",
-    ]
+    done = sorted(path.stem for path in tmp_path.glob("*.done"))
+    assert done == ["worker0", "worker2"]
     assert_gone([int(path.stem) for path in tmp_path.glob("*.process")])
 
 
@@ -396,28 +372,22 @@ def test_a_signal_ends_elastic_workers_and_restarts(script, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ("--workers 0 FILE", "`workers` must be an int of 1 or more. Received: 0"),
+        ("--workers 1 --ps -1 FILE", "`ps` must be an int of 0 or more"),
+        ("--workers 1 there.py", "script 'there.py' not found"),
+        ("--workers 1 --max-restarts -1 FILE", "-1 is below 0"),
+        ("--workers 1 --grace-seconds x FILE", "invalid"),
+        ("--workers 1", "required: SCRIPT"),
+        ("FILE", "required: --workers or --elastic"),
+        ("--elastic 2 FILE", "'2' is not MIN:MAX, such as 1:4"),
+        ("--elastic 3:2 FILE", "'3:2' is not 1 <= MIN <= MAX"),
         (
-            ["--workers", "0", __file__],
-            "`workers` must be an int of 1 or more. Received: 0",
-        ),
-        (
-            ["--workers", "1", "--ps", "-1", __file__],
-            "`ps` must be an int of 0 or more",
-        ),
-        (["--workers", "1", "there.py"], "script 'there.py' not found"),
-        (["--workers", "1", "--max-restarts", "-1", __file__], "-1 is below 0"),
-        (["--workers", "1", "--grace-seconds", "x", __file__], "invalid"),
-        (["--workers", "1"], "required: SCRIPT"),
-        ([__file__], "required: --workers or --elastic"),
-        (["--elastic", "2", __file__], "'2' is not MIN:MAX, such as 1:4"),
-        (["--elastic", "3:2", __file__], "'3:2' is not 1 <= MIN <= MAX"),
-        (
-            ["--elastic", "1:2", "--workers", "2", "--ps", "1", __file__],
+            "--elastic 1:2 --workers 2 --ps 1 FILE",
             "no other tasks. Omit --workers and --ps.",
         ),
     ],
 )
 def test_arguments_that_cannot_be(arguments, message):
-    process = launch(*arguments)
+    process = launch(*(__file__ if x == "FILE" else x for x in arguments.split()))
     assert process.returncode == 2
     assert message in process.stderr

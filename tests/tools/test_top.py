@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import keras
 import pytest
 from harness.forker import Forked, Forker
 from harness.hosts import Hosts, connected_hosts
-from harness.processes import TIMEOUT, wait_until
+from harness.processes import TIMEOUT, command, wait_until
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.timeline import runs
@@ -60,27 +59,54 @@ STALLS = {
 
 
 class Training:
-    """Two workers of `stalled_training`."""
+    """Two workers of `stalled_training`.
 
-    def __init__(self, forker: Forker, folder: Path, kind: str):
-        self.stalled = folder / "stalled"
+    With `hosts`, each is on a host with files of its own.
+    """
+
+    def __init__(
+        self, forker: Forker, folder: Path, kind: str, hosts: Hosts | None = None
+    ):
+        self._stalled = folder / "stalled"
+        self._folders = [folder, folder]
         addresses = free_addresses(2)
-        self.workers = []
-        for index in range(2):
+        if hosts is not None:
+            self._folders = [folder / address for address in hosts.addresses]
+            addresses = [f"{address}:4711" for address in hosts.addresses]
+        self.workers: list[Forked] = []
+        for index, own in enumerate(self._folders):
+            script = SCRIPT if hosts is None else on_host(hosts, index, own)
             task = {"type": "worker", "index": index}
             config = json.dumps({"cluster": {"worker": addresses}, "task": task})
-            log = folder / f"log{index}"
-            self.workers.append(
-                forker.start(log, SCRIPT, kind, str(folder), TF_CONFIG=config)
-            )
-        wait_until(lambda: self.stalled.exists() or self._ended(), "a worker stalls")
-        assert not self._ended(), self.text()
+            given = (own / f"log{index}", script, kind, str(folder))
+            self.workers.append(forker.start(*given, TF_CONFIG=config))
+        wait_until(lambda: self._stalled.exists() or self._ended(), "a worker stalls")
+        assert not self._ended(), "\n".join(each.text() for each in self.workers)
 
     def _ended(self) -> bool:
         return any(each.ended() is not None for each in self.workers)
 
-    def text(self) -> str:
-        return "\n".join(each.text() for each in self.workers)
+    def top(self, host: int) -> str:
+        """What `keras-strategies top --once` prints on a host."""
+        return subprocess.run(
+            command("top", "--once"),
+            env={**os.environ, "TMPDIR": str(self._folders[host])},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+
+def on_host(hosts: Hosts, index: int, folder: Path) -> str:
+    """A script that enters a host, with temporary files in a folder of its own."""
+    folder.mkdir()
+    script = folder / "on_host.py"
+    script.write_text(
+        f"import runpy, tempfile; tempfile.tempdir = {str(folder)!r}\n"
+        f"{hosts.enter(index)}\n"
+        f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
+    )
+    return str(script)
 
 
 @pytest.fixture
@@ -91,10 +117,8 @@ def forker():
 
 def line_of(kind: str) -> str:
     """The line of the script that stalls."""
-    lines = Path(SCRIPT).read_text().splitlines()
-    [number] = [
-        i for i, line in enumerate(lines, 1) if line.endswith(f"# stalls {kind}")
-    ]
+    lines = enumerate(Path(SCRIPT).read_text().splitlines(), 1)
+    [number] = [i for i, line in lines if line.endswith(f"# stalls {kind}")]
     return f"{SCRIPT}, line {number}, in "
 
 
@@ -143,9 +167,8 @@ def test_batches_of_unequal_shapes_are_an_error_that_names_the_worker(forker, tm
         text = each.text()
         [error] = re.findall(r"^keras_strategies\.errors\.WorkerError: .*$", text, re.M)
         assert code == 1 and "different batches at step 21 of fit" in error
-        assert re.search(r"worker 1 has (shapes )?\[\[12, 8\], \[12, 1\]\]", error), (
-            error
-        )
+        shapes = r"worker 1 has (shapes )?\[\[12, 8\], \[12, 1\]\]"
+        assert re.search(shapes, error), error
         # It is said alone, not as the reason of a loss that nobody knows.
         assert "none is known to be lost" not in error
 
@@ -169,39 +192,6 @@ def test_an_error_has_the_last_events_of_a_killed_worker(forker, tmp_path):
     assert not found.is_alive and found.state == "data" and found.steps in (20, 21)
 
 
-class TrainingOnHosts:
-    """Two workers of `stalled_training`, each on a host with files of its own."""
-
-    def __init__(self, forker: Forker, hosts: Hosts, folder: Path, kind: str):
-        self._folders = [folder / address for address in hosts.addresses]
-        addresses = [f"{address}:4711" for address in hosts.addresses]
-        self.workers: list[Forked] = []
-        for index, own in enumerate(self._folders):
-            own.mkdir()
-            script = own / "on_host.py"
-            script.write_text(
-                f"import runpy, tempfile; tempfile.tempdir = {str(own)!r}\n"
-                f"{hosts.enter(index)}\n"
-                f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
-            )
-            task = {"type": "worker", "index": index}
-            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
-            self.workers.append(
-                forker.start(
-                    *(own / "log", str(script), kind, str(folder)), TF_CONFIG=config
-                )
-            )
-        wait_until((folder / "stalled").exists, "a worker stalls")
-
-    def top(self, host: int) -> str:
-        """What `keras-strategies top --once` prints on a host."""
-        command = [sys.executable, "-m", "keras_strategies", "top", "--once"]
-        environment = {**os.environ, "TMPDIR": str(self._folders[host])}
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True
-        ).stdout
-
-
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=20)
 @pytest.mark.parametrize("kind", ["loader", "lock"])
@@ -209,7 +199,7 @@ def test_top_on_each_of_two_hosts_leads_to_the_line_that_stalls(
     forker, tmp_path, kind
 ) -> None:
     with connected_hosts(2) as hosts:
-        training = TrainingOnHosts(forker, hosts, tmp_path, kind)
+        training = Training(forker, tmp_path, kind, hosts)
         time.sleep(3.0)
         waiting, stalled = training.top(0), training.top(1)
         for each in training.workers:
@@ -232,7 +222,5 @@ def test_top_on_each_of_two_hosts_leads_to_the_line_that_stalls(
     assert re.search(rf"^1 +{pids[1]} .* {state} \d+\.\d s, ", stalled, re.M), stalled
     place = line_of(kind).partition(", in ")[0].rpartition("/")[2]
     assert place.replace(", line ", ":") in stalled, stalled
-    assert (
-        f"1 of 2 processes of the run are shown. Others are on {hosts.addresses[0]}"
-        in stalled
-    ), stalled
+    others = f"Others are on {hosts.addresses[0]}"
+    assert f"1 of 2 processes of the run are shown. {others}" in stalled, stalled

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import keras
@@ -32,15 +30,6 @@ def wrong():
     model.optimizer.learning_rate = 0.1 * ks.get_strategy().num_replicas_in_sync
     return model
 """
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch) -> Iterator[str]:
-    path = tmp_path / "verified_script.py"
-    path.write_text(SCRIPT)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield str(path)
-    sys.modules.pop(path.stem, None)
 
 
 @pytest.mark.one_backend("jax")
