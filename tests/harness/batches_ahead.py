@@ -12,8 +12,10 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
     """Makes a strategy prepare batches ahead, as if its devices were accelerators.
 
     Pinned memory, which needs a GPU, is a copy; on TensorFlow the device is a virtual
-    CPU other than the host. Returns a function that ends it, for strategies that other
-    tests use.
+    CPU other than the host.
+
+    Returns:
+        A function that ends it, for strategies that other tests use.
     """
     backend = keras.backend.backend()
     trainer = strategy.drivers.fit
@@ -26,10 +28,13 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
         cuda_batches.pinned = lambda leaf: leaf.clone()
         trainer.placer = cuda_batches.PinningPrefetcher()
         if strategy.workers is not None:
-            from keras_strategies.engines.torch import own_batches
+            from keras_strategies.engines.torch.own_batches import (
+                OwnBatchPlacer,
+            )
 
-            given = strategy.placement, trainer._call, trainer.placer
-            trainer.placer = own_batches.OwnBatchPlacer(*given)
+            trainer.placer = OwnBatchPlacer(
+                strategy.placement, trainer._call, trainer.placer
+            )
     elif backend == "tensorflow":
         from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
 

@@ -31,15 +31,22 @@ def sgd() -> keras.optimizers.Optimizer:
 class Case:
     """One thing that people train, and how close a strategy has to come.
 
-    Some of the fields:
+    Args:
+        name: what the test is called.
+        model: makes the model.
         data: makes the data from a number of rows.
-        rows, batch, epochs: by default the last batch is not a whole one.
+        feed: in which form `fit` and its siblings get the data.
+        rows, batch, epochs: int; by default the last batch is not a whole one.
         scores_by_batch: bool, whether `evaluate` and `predict` get the batches that
             `fit` gets, with a last one of another size. Otherwise theirs are of one
             size, which may not divide by the replicas: half of the programs to trace.
+        optimizer, loss, metrics, weighted_metrics: make what `compile` gets.
+        compile: more arguments of `compile`.
         compile_alone: arguments of `compile` that the run without a strategy
             cannot have, and what it gets instead.
         fit: makes more arguments of `fit` from the data.
+        sample_weight: bool, whether the data's weights are given.
+        policy: the dtype policy that the model is made under.
         tolerance: relative to the largest magnitude of each tensor.
         optimized_graphs: bool, whether TensorFlow optimizes the graphs that it is
             trained with, as for users; see `harness.tensorflow_graphs`.
@@ -97,9 +104,16 @@ def compiled(case: Case, **overrides: Any) -> keras.Model:
     keras.utils.set_random_seed(7)
     with dtype_policy(case.policy):
         model = case.model()
-        names = ("optimizer", "loss", "metrics", "weighted_metrics")
-        made = {name: getattr(case, name)() for name in names}
-        model.compile(**{**made, **case.compile, **overrides})
+        model.compile(
+            **{
+                "optimizer": case.optimizer(),
+                "loss": case.loss(),
+                "metrics": case.metrics(),
+                "weighted_metrics": case.weighted_metrics(),
+                **case.compile,
+                **overrides,
+            }
+        )
     return model
 
 
@@ -131,10 +145,18 @@ def dtype_policy(name: str) -> Iterator[None]:
 def fit_evaluate_predict(case: Case, model: keras.Model, data: Data) -> Results:
     """What most people do with a model."""
     given = case.feed(data, case.batch)
-    if "steps" in given:
-        given["steps_per_epoch"] = given.pop("steps")
-    options = {"epochs": case.epochs, "verbose": 0, "shuffle": False}
-    history = model.fit(**{**options, **given, **case.fit(data)})
+    steps = given.pop("steps", None)
+    extra = {} if steps is None else {"steps_per_epoch": steps}
+    history = model.fit(
+        **{
+            "epochs": case.epochs,
+            "verbose": 0,
+            "shuffle": False,
+            **given,
+            **extra,
+            **case.fit(data),
+        }
+    )
     batch = case.scores_batch
     scores = model.evaluate(**case.feed(data, batch), verbose=0, return_dict=True)
     inputs = case.feed(Data(data.x, None), batch)
@@ -181,9 +203,14 @@ def as_arrays(results: Any) -> Any:
         return {i: as_arrays(value) for i, value in enumerate(results)}
     if isinstance(results, (int, float, np.ndarray, np.generic)):
         return np.asarray(results)
-    dtype = keras.backend.standardize_dtype(results.dtype)
-    dtype = "float32" if dtype in ("bfloat16", "float16") else dtype
-    return np.asarray(keras.ops.convert_to_numpy(keras.ops.cast(results, dtype)))
+    return np.asarray(
+        keras.ops.convert_to_numpy(keras.ops.cast(results, _dtype(results)))
+    )
+
+
+def _dtype(tensor: Any) -> str:
+    name = keras.backend.standardize_dtype(tensor.dtype)
+    return "float32" if name in ("bfloat16", "float16") else name
 
 
 def without_phantom_step(case: Case, results: Results) -> Results:

@@ -24,8 +24,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, TextIO
 
 # Loads nothing of the library that uses Keras.
 from keras_strategies.processes.orphan_guard import end_with_parent
@@ -48,7 +49,11 @@ class ForkServer:
     """The process of one backend that has imported Keras; it forks another, when that
     is used, which imports `keras_strategies` and pytest, too.
 
-    Its sockets are in `folder`, the output of its imports in the file `errors`, if so.
+    Args:
+        backend: str, the backend.
+        folder: Path of the folder for its sockets.
+        environment: dict, instead of this process's environment.
+        errors: Path of a file for the output of its imports; otherwise they print here.
     """
 
     def __init__(
@@ -112,7 +117,12 @@ _own: dict[tuple[int, str], tuple[ForkServer, tempfile.TemporaryDirectory[str]]]
 
 
 def find(backend: str, imports_strategies: bool) -> Path:
-    """The socket of a server, which is started if there is none."""
+    """The socket of a server, which is started if there is none.
+
+    Args:
+        backend: str, its backend.
+        imports_strategies: bool, whether it has imported `keras_strategies`.
+    """
     kind = _KINDS[imports_strategies]
     if shared := os.environ.get(SERVERS):
         path = _socket_of(Path(shared), backend, kind)
@@ -146,7 +156,8 @@ def end_of(log: Path) -> Path:
 # --- The process of a server --------------------------------------------------
 
 
-class _Script(NamedTuple):
+@dataclass(frozen=True)
+class _Script:
     """A script that has been forked: its log, and the connection that ordered it."""
 
     log: Path
@@ -156,8 +167,10 @@ class _Script(NamedTuple):
 class _Orders:
     """Takes orders from the connections of a socket, and forks.
 
-    The server that imports more is forked from this one when someone connects to its
-    socket, `full`.
+    Args:
+        listener: the socket.
+        full: the socket of the server that imports more; it is forked from this one
+            when someone connects there.
     """
 
     def __init__(
@@ -189,11 +202,11 @@ class _Orders:
 
     def _fork_full(self, listener: socket.socket) -> _Orders | None:
         """The server that imports more, in the process that was forked for it."""
-        is_parent = _fork_group()
-        self._full = None
-        if is_parent:
+        if _fork_group():
+            self._full = None
             listener.close()
             return None
+        self._full = None
         self._close()
         if not _keras_starts_a_driver():
             _import_strategies()
@@ -228,8 +241,7 @@ class _Orders:
                 return None
             if not pid:
                 self._close()
-                os.environ.update(order["environment"])
-                sys.argv[:] = order["arguments"]
+                _become(order)
                 return str(sys.argv[0])
             self._scripts[pid] = _Script(Path(order["log"]), client)
         with contextlib.suppress(ConnectionError):
@@ -273,8 +285,17 @@ def _fork_group(stdin: int = 0, stdout: int = 1, stderr: int = 2) -> int:
     """Forks this process, which must have one thread only.
 
     The fork leads a group and a session of its own, without a terminal, and the kernel
-    kills it when this process ends, on Linux. It inherits all file descriptors; those
-    that are given become its standard streams. Returns its number; 0 in the fork.
+    kills it when this process ends, on Linux. It inherits all file descriptors.
+
+    Args:
+        stdin, stdout, stderr: int, file descriptors that become its standard streams;
+            by default those of this process.
+
+    Returns:
+        int, the process id of the fork; 0 in the fork.
+
+    Raises:
+        OSError: if the system cannot fork.
     """
     parent = os.getpid()
     pid = os.fork()
@@ -290,6 +311,12 @@ def _fork_script(log: Path) -> int:
     """Forks a process without input that writes to a log; 0 in the fork."""
     with open(os.devnull, "rb") as null, log.open("wb") as output:
         return _fork_group(null.fileno(), output.fileno(), output.fileno())
+
+
+def _become(order: Mapping[str, Any]) -> None:
+    """Makes this process that of a script."""
+    os.environ.update(order["environment"])
+    sys.argv[:] = order["arguments"]
 
 
 def _import_strategies() -> None:
@@ -318,13 +345,17 @@ def _keras_starts_a_driver() -> bool:
 
     On Torch, where it looks for one when it is imported. Scripts import it themselves.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    has_gpus = bool(shutil.which("nvidia-smi") and visible)
-    return has_gpus and os.environ["KERAS_BACKEND"] == "torch"
+    has_gpus = shutil.which("nvidia-smi") and os.environ.get(
+        "CUDA_VISIBLE_DEVICES", "0"
+    )
+    return bool(has_gpus) and os.environ["KERAS_BACKEND"] == "torch"
 
 
 def _main(plain: int, full: int) -> None:
-    importlib.import_module("torch" if _keras_starts_a_driver() else "keras")
+    if _keras_starts_a_driver():
+        importlib.import_module("torch")
+    else:
+        importlib.import_module("keras")
     if os.environ.get(PLAIN_GRAPHS) and os.environ["KERAS_BACKEND"] == "tensorflow":
         importlib.import_module("harness.tensorflow_graphs").set_optimized(False)
     _ready_to_fork()

@@ -28,7 +28,12 @@ _TICK = 0.02
 
 @dataclass(frozen=True)
 class Forked:
-    """A script that runs: its process, which leads a session, and its output's file."""
+    """A script that runs.
+
+    Args:
+        pid: int, its process, which leads a session of its own.
+        log: Path of its output; its end is in a file beside it.
+    """
 
     pid: int
     log: Path
@@ -70,8 +75,10 @@ class Forked:
 class Forker:
     """Starts scripts; closing it kills those that are left.
 
-    Scripts find `keras_strategies` imported, unless `imports_strategies` is False, on
-    the backend of this process or another one.
+    Args:
+        backend: str, the backend of the scripts; by default that of this process.
+        imports_strategies: bool, whether scripts find `keras_strategies` imported;
+            False for scripts that import it themselves or do without.
     """
 
     def __init__(self, backend: str = "", imports_strategies: bool = True) -> None:
@@ -85,9 +92,19 @@ class Forker:
     def start(
         self, log: Path, script: str, *arguments: str, **environment: str
     ) -> Forked:
-        """Starts a script, with environment variables besides those of the server."""
-        order = {"log": str(log), "arguments": [script, *arguments]}
-        order["environment"] = environment
+        """Starts a script.
+
+        Args:
+            log: Path of the file for its output.
+            script: str, its path.
+            *arguments: str, its arguments.
+            **environment: str, environment variables besides those of the server.
+        """
+        order = {
+            "log": str(log),
+            "arguments": [script, *arguments],
+            "environment": environment,
+        }
         self._started.append(Forked(self._ask(order), log))
         return self._started[-1]
 
@@ -142,14 +159,25 @@ def run_code(
     timeout: float = 120.0,
     **environment: str,
 ) -> str:
-    """Runs code as a script, in a file of a folder, to its end; returns its output.
+    """Runs code as a script to its end; returns its output.
 
-    Fails with its output, if its exit code is not 0. See `Forker`.
+    Args:
+        folder: Path of the folder for the script and its log.
+        code: str, the script.
+        *arguments: str, its arguments.
+        backend, imports_strategies: see `Forker`.
+        timeout: float, seconds that it may take.
+        **environment: str, its environment variables.
+
+    Raises:
+        AssertionError: with its output, if its exit code is not 0.
     """
-    script, log = folder / "script.py", folder / "script.log"
+    script = folder / "script.py"
     script.write_text(code)
     with Forker(backend, imports_strategies) as forker:
-        forked = forker.start(log, str(script), *arguments, **environment)
+        forked = forker.start(
+            folder / "script.log", str(script), *arguments, **environment
+        )
         exit_code, _ = forked.wait(timeout)
     assert exit_code == 0, f"exit code {exit_code}:\n{forked.text()}"
     return forked.text()

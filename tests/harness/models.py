@@ -65,24 +65,17 @@ def _heads(hidden, **heads):
     return {k: layers.Dense(*given, name=k)(hidden) for k, given in heads.items()}
 
 
-def _towers(*names):
-    """Two inputs, which may have names, and both together."""
-    names = names or (None, None)
-    left, right = (
-        keras.Input((n,), name=i) for n, i in zip((4, 3), names, strict=True)
-    )
-    return left, right, layers.Concatenate()([layers.Dense(5, "tanh")(left), right])
-
-
 def two_towers() -> keras.Model:
     """Two named inputs, two named outputs."""
-    left, right, joined = _towers("left", "right")
+    left, right = keras.Input((4,), name="left"), keras.Input((3,), name="right")
+    joined = layers.Concatenate()([layers.Dense(5, "tanh")(left), right])
     outputs = _heads(joined, kind=(3, "softmax"), size=(1,))
     return keras.Model({"left": left, "right": right}, outputs)
 
 
 def pair() -> keras.Model:
-    left, right, joined = _towers()
+    left, right = keras.Input((4,)), keras.Input((3,))
+    joined = layers.Concatenate()([layers.Dense(5, "tanh")(left), right])
     return keras.Model((left, right), layers.Dense(1)(joined))
 
 
@@ -113,7 +106,8 @@ def many_outputs() -> keras.Model:
 
 def pair_of_outputs() -> keras.Model:
     """A tuple of inputs, two named outputs."""
-    left, right, joined = _towers()
+    left, right = keras.Input((4,)), keras.Input((3,))
+    joined = layers.Concatenate()([layers.Dense(5, "tanh")(left), right])
     return keras.Model((left, right), _heads(joined, scalar=(2,), contrastive=(2,)))
 
 

@@ -30,51 +30,52 @@ def _devices(count: int, first: int = 0) -> list[str]:
     return [f"{devices.KIND}:{i}" for i in range(first, first + count)]
 
 
-def _one_device() -> Any:
-    return ks.OneDeviceStrategy(_devices(1)[0], **_OPTIONS)
-
-
-def _central() -> Any:
-    # Others than that of the storage.
-    others = _devices(2, first=int(devices.KIND == "cpu"))
-    return ks.CentralStorageStrategy(others, "cpu:0", **_OPTIONS)
-
-
 def _mirrored(count: int) -> Any:
     return ks.MirroredStrategy(_devices(count), **_OPTIONS)
 
 
-def _grid(name: str, layout_map: str, count: int) -> StrategyCase:
-    """Four devices, data x model; `count` is the number along the second axis."""
-    # On TensorFlow each device is a replica. The variables of the tests are small, too.
-    replicas = 4 if keras.backend.backend() == "tensorflow" else 4 // count
-    strategy = ks.ModelParallelStrategy
-    return StrategyCase(
-        name,
-        replicas,
-        lambda: strategy(layout_map, _devices(4), count, min_shard_bytes=0),
+def _model_parallel(layout_map: str, model_parallel: int) -> Any:
+    # The variables of the tests are small, too.
+    return ks.ModelParallelStrategy(
+        layout_map, _devices(4), model_parallel, min_shard_bytes=0
     )
 
 
-# On Torch, each device has a process.
+def _replicas(data_parallel: int) -> int:
+    # On TensorFlow each device is a replica.
+    return 4 if keras.backend.backend() == "tensorflow" else data_parallel
+
+
+# Grids of four devices, data x model. On Torch, each device has a process.
 MODEL_PARALLEL = {
     case.name: case
     for case in (
-        _grid("model_2x2", "auto", 2),
-        _grid("model_1x4", "auto", 4),
-        _grid("model_4x1", "auto", 1),
-        _grid("fsdp_4", "fsdp", 1),
-        _grid("fsdp_2x2", "fsdp", 2),
+        StrategyCase("model_2x2", _replicas(2), lambda: _model_parallel("auto", 2)),
+        StrategyCase("model_1x4", _replicas(1), lambda: _model_parallel("auto", 4)),
+        StrategyCase("model_4x1", _replicas(4), lambda: _model_parallel("auto", 1)),
+        StrategyCase("fsdp_4", _replicas(4), lambda: _model_parallel("fsdp", 1)),
+        StrategyCase("fsdp_2x2", _replicas(2), lambda: _model_parallel("fsdp", 2)),
     )
 }
 
 STRATEGIES = {
     case.name: case
     for case in (
-        StrategyCase("one_device", 1, _one_device),
+        StrategyCase(
+            "one_device", 1, lambda: ks.OneDeviceStrategy(_devices(1)[0], **_OPTIONS)
+        ),
         StrategyCase("mirrored_2", 2, lambda: _mirrored(2)),
         StrategyCase("mirrored_4", 4, lambda: _mirrored(4)),
-        StrategyCase("central", 2, _central),
+        StrategyCase(
+            "central",
+            2,
+            lambda: ks.CentralStorageStrategy(
+                # Others than that of the storage.
+                _devices(2, first=int(devices.KIND == "cpu")),
+                "cpu:0",
+                **_OPTIONS,
+            ),
+        ),
     )
 }
 if devices.KIND != "cpu":

@@ -23,8 +23,9 @@ def model(steps_per_execution: int = 1, is_built: bool = True) -> keras.Model:
     layers: list[Any] = [keras.Input((1,))] if is_built else []
     layers.append(keras.layers.Dense(1, kernel_initializer="ones", use_bias=False))
     made = keras.Sequential(layers)
-    options = {"steps_per_execution": steps_per_execution}
-    made.compile(keras.optimizers.SGD(0.0), "mse", **options)
+    made.compile(
+        keras.optimizers.SGD(0.0), "mse", steps_per_execution=steps_per_execution
+    )
     return made
 
 

@@ -26,9 +26,23 @@ from harness.case import (
     without_phantom_step,
 )
 
-# Names of `harness.case` that tests import from here.
-__all__ = ["ADAM_TOLERANCE", "SGD_TOLERANCE", "Case", "Results", "as_arrays"]
-__all__ += ["compiled", "fit_evaluate_predict", "state_of", "train"]
+__all__ = [
+    "ADAM_TOLERANCE",
+    "SGD_TOLERANCE",
+    "Case",
+    "Results",
+    "alone",
+    "as_arrays",
+    "assert_same",
+    "assert_same_training",
+    "assert_workers",
+    "compiled",
+    "differences",
+    "fit_evaluate_predict",
+    "numbers",
+    "state_of",
+    "train",
+]
 
 # Differences are relative to the largest magnitude of a tensor. Where all of it is
 # nearly zero (a bias after the first steps) rounding is that of the gradients behind
@@ -78,11 +92,12 @@ def assert_workers(
 def numbers(model: keras.Model, history: Any = None, *others: Any) -> Results:
     """Logs, weights and other values after a training, for `assert_same`."""
     logs = {} if history is None else history.history
-    weights, more = dict(enumerate(model.get_weights())), dict(enumerate(others))
-    groups = {"history": logs, "weights": weights, "others": more}
     return {
-        group: {key: np.asarray(value) for key, value in values.items()}
-        for group, values in groups.items()
+        "history": {name: np.asarray(values) for name, values in logs.items()},
+        "weights": {
+            i: np.asarray(value) for i, value in enumerate(model.get_weights())
+        },
+        "others": {i: np.asarray(value) for i, value in enumerate(others)},
     }
 
 

@@ -30,8 +30,12 @@ SILENCE_SECONDS = 60.0
 class WorkerPool:
     """Workers of one cluster, which make the same calls one after the other.
 
-    Each has some devices, CPUs or of another kind of `harness.devices`.
-    `implementation` is the `CommunicationImplementation` of their values.
+    Args:
+        forker: what starts them.
+        workers: int, how many processes.
+        devices: int, devices of each.
+        kind: str, what they are: `"cpu"`, or a kind of `harness.devices`.
+        implementation: str, the `CommunicationImplementation` of their values.
     """
 
     def __init__(
@@ -120,7 +124,12 @@ class WorkerPool:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Workers with one strategy, on some of the devices of each."""
+    """Workers with one strategy.
+
+    Args:
+        pool: their processes.
+        devices: int, how many devices of each worker the strategy has.
+    """
 
     pool: WorkerPool
     devices: int
@@ -130,17 +139,22 @@ class Cluster:
         return self.pool.workers * self.devices
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(strategy, *args)` returns on each worker, in their order.
+        """Calls `function(strategy, *args)` on every worker.
 
-        Fails with the traceback of each worker that raised.
+        Returns:
+            What the workers returned, in their order.
+
+        Raises:
+            AssertionError: with the traceback of each worker that raised.
         """
-        found = self.outcomes(function, *args)
-        problems = [
-            f"worker {i}:\n{error}" for i, (error, _) in enumerate(found) if error
-        ]
+        problems, values = [], []
+        for index, (error, value) in enumerate(self.outcomes(function, *args)):
+            values.append(value)
+            if error:
+                problems.append(f"worker {index}:\n{error}")
         if problems:
             raise AssertionError("\n".join(problems))
-        return [value for _, value in found]
+        return values
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """For each worker the traceback, empty without one, and what it returned."""

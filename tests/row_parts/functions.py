@@ -168,17 +168,18 @@ def step_of(use: Any, *makers: Any) -> Any:
 
 def loss_and_gradients(model: Any, loss: Any) -> tuple[Any, list[Any]]:
     """A loss, and its gradients of a model's trainable variables."""
+    values = read(model)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
         with tf.GradientTape() as tape:
             total = loss()
-        return total, tape.gradient(total, read(model))
+        return total, tape.gradient(total, values)
     import torch
 
     with torch.enable_grad():
         total = loss()
-        return total.detach(), list(torch.autograd.grad(total, read(model)))
+        return total.detach(), list(torch.autograd.grad(total, values))
 
 
 def results(
@@ -202,7 +203,7 @@ def results(
     return dict(model.evaluate(x, y, sample_weight=weights, **options))
 
 
-def assert_same(*arguments: Any, count: int = 3, **options: Any) -> None:
+def compared(*arguments: Any, count: int = 3, **options: Any) -> None:
     """Several replicas have the results of one device, of the same step."""
     expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments, **options)
     devices = [f"cpu:{i}" for i in range(count)]

@@ -24,7 +24,7 @@ from row_parts.functions import (
     WEIGHTS,
     Function,
     X,
-    assert_same,
+    compared,
     loss_and_gradients,
     names_in,
 )
@@ -110,7 +110,7 @@ def test_losses(function: Function, has_weights: bool, problems: Any) -> None:
         return {name: kind(reduction=name) for name in REDUCTIONS}
 
     targets = TARGETS[function.targets]
-    assert_same(differentiated(losses), X, targets, weights, function.activation)
+    compared(differentiated(losses), X, targets, weights, function.activation)
     check(function, problems)
 
 
@@ -122,23 +122,23 @@ def test_all_of_keras_are_in_the_tables() -> None:
     assert metrics == {function.name for function in METRICS}
 
 
-def assert_same_masked(reduction: str, weights: Any = None) -> None:
+def compared_masked(reduction: str, weights: Any = None) -> None:
     kind = keras.losses.SparseCategoricalCrossentropy
     make = differentiated(lambda: {"loss": kind(reduction=reduction)})
     data = SEQUENCES, TARGETS["steps"], weights
-    assert_same(make, *data, "softmax", is_masked=True)
+    compared(make, *data, "softmax", is_masked=True)
 
 
 @pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_masked_losses(reduction: str, problems: Any) -> None:
-    assert_same_masked(reduction)
+    compared_masked(reduction)
     assert problems == [None]
 
 
 def test_masked_losses_with_weights(problems: Any) -> None:
     """Keras on Torch multiplies the weights by the mask in place: rows are joined."""
-    assert_same_masked(REDUCTIONS[0], np.repeat(WEIGHTS[:, None], 6, axis=1))
+    compared_masked(REDUCTIONS[0], np.repeat(WEIGHTS[:, None], 6, axis=1))
     in_place = "its code changes a tensor in place that may be an argument"
     is_torch = keras.backend.backend() == "torch"
     assert problems == [in_place if is_torch else None]
@@ -148,7 +148,7 @@ def test_masked_losses_with_weights(problems: Any) -> None:
 def test_ctc(problems: Any) -> None:
     targets = np.clip(TARGETS["steps"][:, :2], 1, 4)
     make = differentiated(lambda: {"loss": keras.losses.CTC()})
-    assert_same(make, SEQUENCES, targets, count=2)
+    compared(make, SEQUENCES, targets, count=2)
     assert problems == [None]
 
 
@@ -203,7 +203,7 @@ def test_losses_of_users(problems: Any) -> None:
             "normalized": of_function(normalized),
         }
 
-    assert_same(differentiated(losses), X, TARGETS["real"])
+    compared(differentiated(losses), X, TARGETS["real"])
     assert [problem is None for problem in problems] == [True, True, False, False]
 
 
@@ -232,7 +232,7 @@ def test_metrics(function: Function, has_weights: bool, problems: Any) -> None:
     # That one takes a weight for each entry, and Keras one for each row.
     weights = WEIGHTS if has_weights and function.name != "BinaryIoU" else None
     targets = TARGETS[function.targets]
-    assert_same(updated(function), X, targets, weights, function.activation)
+    compared(updated(function), X, targets, weights, function.activation)
     check(function, problems)
 
 
@@ -266,5 +266,5 @@ def test_metrics_of_functions_and_users(problems: Any) -> None:
 
         return step
 
-    assert_same(make, X, TARGETS["real"])
+    compared(make, X, TARGETS["real"])
     assert [problem is None for problem in problems] == [True, True, False, False]

@@ -11,7 +11,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("tensors of TensorFlow", allow_module_level=True)
 
 import tensorflow as tf
-from row_parts.functions import CLASSES, TARGETS, X, assert_same, read, results, step_of
+from row_parts.functions import CLASSES, TARGETS, X, compared, results
 
 import keras_strategies as ks
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
@@ -19,10 +19,20 @@ from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
 )
 
 
-def last_layer() -> keras.layers.Layer:
-    layer = keras.layers.Dense(CLASSES)
-    layer.build((None, CLASSES))
-    return layer
+def _read(use: Any) -> Any:
+    """A step that uses outputs; the tensors that it returns are compared."""
+
+    def make() -> Any:
+        last = keras.layers.Dense(CLASSES)
+        last.build((None, CLASSES))
+
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            found = use(model, x, y, last)
+            return {str(i): each for i, each in enumerate(found)}
+
+        return step
+
+    return make
 
 
 def joins_of(use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -36,13 +46,16 @@ def joins_of(use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> int:
         return original(self)
 
     monkeypatch.setattr(TensorFlowRowParts, "joined_silently", noted)
-    make = step_of(use, last_layer)
-    assert_same(make, X, TARGETS["real"], batch_size=batch_size)
+    compared(_read(use), X, TARGETS["real"], batch_size=batch_size)
     return len(joined)
 
 
 def loss_of(y_true: Any, outputs: Any) -> Any:
     return keras.losses.MeanSquaredError()(y_true, outputs)
+
+
+def read(model: Any) -> list[Any]:
+    return [v.value for v in model.trainable_variables]
 
 
 def of_traits(model: Any, x: Any, y: Any, last: Any) -> Any:
@@ -187,8 +200,19 @@ def test_uses(use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_targets_of_another_unknown_length_are_an_error() -> None:
     """Where their length is not known in the program, it is checked when it runs."""
-    make = step_of(lambda model, x, y: [loss_of(tf.concat([y, y], 0), model(x))])
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def make() -> Any:
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            return {"loss": loss_of(tf.concat([y, y], 0), model(x))}
+
+        return step
+
     errors = (tf.errors.InvalidArgumentError, ValueError)
     with pytest.raises(errors, match=r"numbers of rows|must be equal"):
-        results(strategy, make, X, TARGETS["real"], batch_size=4)
+        results(
+            ks.MirroredStrategy(["cpu:0", "cpu:1"]),
+            make,
+            X,
+            TARGETS["real"],
+            batch_size=4,
+        )

@@ -14,7 +14,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("tensors of Torch", allow_module_level=True)
 
 import torch
-from row_parts.functions import TARGETS, X, assert_same, read, step_of
+from row_parts.functions import TARGETS, X, compared, read, step_of
 
 
 def array(value: Any) -> np.ndarray:
@@ -138,4 +138,4 @@ def test_uses(use: Any) -> None:
         with torch.enable_grad():
             return list(map(array, use(model(x), model)))
 
-    assert_same(step_of(arrays), X, TARGETS["real"])
+    compared(step_of(arrays), X, TARGETS["real"])

@@ -10,7 +10,7 @@ DEVICES = ["cpu:0", "cpu:1"]
 
 
 class Side:
-    """What a case uses; subclasses add `tensor`, `variable`, `cast` and `numpy`.
+    """What a case uses.
 
     Args:
         kind: "one" for one device, "two" for two mirrored ones.
@@ -20,8 +20,6 @@ class Side:
     distribute: Any
     #: `tf.function` or `ks.function`.
     function: Any
-    #: `tf.Variable` or `keras.Variable`.
-    variables: type
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -31,14 +29,27 @@ class Side:
         else:
             self.strategy = self.distribute.MirroredStrategy(DEVICES)
 
+    def tensor(self, value: Any, dtype: str = "float32") -> Any:
+        raise NotImplementedError
+
+    def variable(self, value: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def cast(self, value: Any, dtype: str) -> Any:
+        raise NotImplementedError
+
+    def numpy(self, value: Any) -> Any:
+        raise NotImplementedError
+
     @property
     def context(self) -> Any:
         return self.distribute.get_replica_context()
 
     def id(self, dtype: str = "float32") -> Any:
         """The number of the replica, from 1."""
-        number = self.cast(self.context.replica_id_in_sync_group, dtype)
-        return number + self.cast(1, dtype)
+        return self.cast(self.context.replica_id_in_sync_group, dtype) + self.cast(
+            1, dtype
+        )
 
     def run(self, fn: Any, *args: Any) -> Any:
         return self.strategy.run(fn, args)
@@ -51,8 +62,9 @@ class Side:
             return {key: self.value(part) for key, part in value.items()}
         if value is None or isinstance(value, (str, bool, int, float)):
             return value
-        is_distributed = isinstance(value, self.distribute.DistributedValues)
-        if is_distributed and not isinstance(value, self.variables):
+        if isinstance(value, self.distribute.DistributedValues) and not (
+            self.is_variable(value)
+        ):
             return {"replicas": self.local(value)}
         return np.asarray(self.numpy(value)).tolist()
 
@@ -60,6 +72,9 @@ class Side:
         """The components of a value."""
         parts = self.strategy.experimental_local_results(value)
         return [self.value(part) for part in parts]
+
+    def is_variable(self, value: Any) -> bool:
+        raise NotImplementedError
 
 
 def tensorflow(kind: str) -> Side:
@@ -69,24 +84,29 @@ def tensorflow(kind: str) -> Side:
     class TensorFlow(Side):
         distribute = tf.distribute
         function = staticmethod(tf.function)
-        variables = tf.Variable
 
         def tensor(self, value: Any, dtype: str = "float32") -> Any:
             return tf.constant(value, dtype)
 
         def variable(self, value: Any, **options: Any) -> Any:
-            for name in ("aggregation", "synchronization"):
-                if name in options:
-                    members = getattr(tf, f"Variable{name.capitalize()}")
-                    options[name] = members[options[name].upper()]
+            dtype = options.pop("dtype", "float32")
+            if "aggregation" in options:
+                name = options["aggregation"].upper()
+                options["aggregation"] = tf.VariableAggregation[name]
+            if "synchronization" in options:
+                name = options["synchronization"].upper()
+                options["synchronization"] = tf.VariableSynchronization[name]
             with self.strategy.scope():
-                return tf.Variable(value, **{"dtype": "float32", **options})
+                return tf.Variable(value, dtype=dtype, **options)
 
         def cast(self, value: Any, dtype: str) -> Any:
             return tf.cast(value, dtype)
 
         def numpy(self, value: Any) -> Any:
             return value.numpy() if hasattr(value, "numpy") else value
+
+        def is_variable(self, value: Any) -> bool:
+            return isinstance(value, tf.Variable)
 
     return TensorFlow(kind)
 
@@ -100,19 +120,22 @@ def ours(kind: str) -> Side:
     class Ours(Side):
         distribute = ks
         function = staticmethod(ks.function)
-        variables = keras.Variable
 
         def tensor(self, value: Any, dtype: str = "float32") -> Any:
             return keras.ops.convert_to_tensor(np.asarray(value, dtype))
 
         def variable(self, value: Any, **options: Any) -> Any:
+            options.setdefault("dtype", "float32")
             with self.strategy.scope():
-                return keras.Variable(value, **{"dtype": "float32", **options})
+                return keras.Variable(value, **options)
 
         def cast(self, value: Any, dtype: str) -> Any:
             return keras.ops.cast(value, dtype)
 
         def numpy(self, value: Any) -> Any:
             return keras.ops.convert_to_numpy(value)
+
+        def is_variable(self, value: Any) -> bool:
+            return isinstance(value, keras.Variable)
 
     return Ours(kind)

@@ -26,6 +26,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "migrating-from-tf-distribute.md"
 ROW = re.compile(r"^\| (`[^|]*`) \| (same|better|not here) \| [^|]+\|$", re.MULTILINE)
 # Inherited members are listed with the class that declares them for users.
 BASES = ("Strategy", "cluster_resolver.ClusterResolver", "CrossDeviceOps")
+
+
 MISSING = object()
 
 
@@ -62,8 +64,8 @@ def walk(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk(value, f"{path}{name}.")
 
 
-def at(value: Any, path: str) -> Any:
-    """What a module has under a path of names."""
+def found_in_ks(path: str) -> Any:
+    value: Any = ks
     for part in path.split("."):
         value = getattr(value, part, MISSING)
     return value
@@ -78,7 +80,9 @@ def member_of(owner: Any, name: str) -> Any:
 def owner_of(path: str, value: type, member: str) -> str:
     """The first of `BASES` that has the member, or the class itself."""
     for base in BASES:
-        declared = at(tf_distribute(), base)
+        declared = tf_distribute()
+        for part in base.split("."):
+            declared = getattr(declared, part)
         if issubclass(value, declared) and hasattr(declared, member):
             return base
     return path
@@ -86,8 +90,11 @@ def owner_of(path: str, value: type, member: str) -> str:
 
 def parameters(called: Any) -> list[str]:
     """Names of what may be passed by position, in order."""
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
     found = inspect.signature(called).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in found if p.kind in kinds and p.name != "self"]
 
 
@@ -103,7 +110,7 @@ def public() -> dict[str, tuple[Any, Any]]:
     """Every name of `tf.distribute` and every member, theirs and ours."""
     found: dict[str, tuple[Any, Any]] = {}
     for path, theirs in walk(tf_distribute()):
-        ours = at(ks, path)
+        ours = found_in_ks(path)
         found[path] = theirs, ours
         if isinstance(theirs, type):
             for member in members(theirs):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
-from keras import layers
 
 
 def load_digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -21,34 +18,6 @@ def load_digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     images = (images / 16).astype("float32").reshape(-1, 8, 8, 1)
     labels = labels.astype("int32")
     return (images[:500], labels[:500]), (images[500:805], labels[500:805])
-
-
-def digits_model(
-    filters: int = 8, hidden: int = 16, pooled: bool = True, penalty: Any = None
-) -> keras.Model:
-    """A convolution and two dense layers for the digits' images."""
-    options = {"activation": "relu", "kernel_regularizer": penalty}
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(filters, 3, **options),
-            *([layers.MaxPooling2D()] if pooled else []),
-            layers.Flatten(),
-            layers.Dense(hidden, **options),
-            layers.Dense(10),
-        ]
-    )
-
-
-def compile_digits_model(model: keras.Model, optimizer: Any) -> None:
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"])
-
-
-def task_index() -> int:
-    """The number of the worker, which TF_CONFIG says; 0 without it."""
-    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
-    return int(config.get("task", {"index": 0})["index"])
 
 
 def folder() -> Path:

@@ -8,14 +8,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from common import (
-    compile_digits_model,
-    digits_model,
-    folder,
-    largest_difference,
-    load_digits,
-    report,
-)
+from common import folder, largest_difference, load_digits, report
 
 import keras_strategies as ks
 
@@ -27,6 +20,25 @@ def datasets() -> tuple[Any, Any]:
     """Batches of the global batch size; the last ones are smaller."""
     train, test = (tf.data.Dataset.from_tensor_slices(part) for part in load_digits())
     return train.cache().batch(BATCH_SIZE), test.batch(BATCH_SIZE)
+
+
+def build_model() -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(16, 3, activation="relu"),
+            keras.layers.MaxPooling2D(),
+            keras.layers.Flatten(),
+            keras.layers.Dense(32, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+    model.compile(
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        optimizer=keras.optimizers.Adam(learning_rate=0.01),
+        metrics=["accuracy"],
+    )
+    return model
 
 
 def decay(epoch: int) -> float:
@@ -48,8 +60,7 @@ def train(strategy: Any, where: Path) -> dict[str, Any]:
     keras.utils.set_random_seed(0)
     train_dataset, test_dataset = datasets()
     with strategy.scope():
-        model = digits_model(16, 32)
-        compile_digits_model(model, keras.optimizers.Adam(learning_rate=0.01))
+        model = build_model()
     rates = RecordRates()
     callbacks = [
         keras.callbacks.TensorBoard(log_dir=str(where / "logs")),

@@ -5,6 +5,8 @@ The same script trains alone where no TF_CONFIG says who the workers are.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from common import (
-    compile_digits_model,
-    digits_model,
-    folder,
-    load_digits,
-    report,
-    task_index,
-)
+from common import folder, load_digits, report
 
 import keras_strategies as ks
 
@@ -36,6 +31,24 @@ def digits_dataset(batch_size: int) -> Any:
     return dataset.repeat().batch(batch_size).with_options(options)
 
 
+def build_and_compile() -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(8, 3, activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+    model.compile(
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        optimizer=keras.optimizers.SGD(learning_rate=0.05),
+        metrics=["accuracy"],
+    )
+    return model
+
+
 def write_path(path: Path, is_chief: bool, task: int) -> Path:
     """Every worker saves; all but the chief to a folder that is thrown away."""
     if is_chief:
@@ -47,13 +60,12 @@ def write_path(path: Path, is_chief: bool, task: int) -> Path:
 
 def main() -> None:
     strategy = ks.MultiWorkerMirroredStrategy()
-    task = task_index()
-    is_chief = task == 0
+    task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {"index": 0})
+    is_chief = task["index"] == 0
 
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = digits_model(pooled=False)
-        compile_digits_model(model, keras.optimizers.SGD(learning_rate=0.05))
+        model = build_and_compile()
     backup = keras.callbacks.BackupAndRestore(str(folder() / "backup"))
     history = model.fit(
         digits_dataset(GLOBAL_BATCH_SIZE),
@@ -66,7 +78,7 @@ def main() -> None:
     test = model.evaluate(images, labels, batch_size=GLOBAL_BATCH_SIZE, verbose=0)
 
     path = folder() / "model.keras"
-    own_path = write_path(path, is_chief, task)
+    own_path = write_path(path, is_chief, task["index"])
     model.save(own_path)
     if not is_chief:
         shutil.rmtree(own_path.parent)

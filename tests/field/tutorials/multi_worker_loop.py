@@ -6,17 +6,20 @@ after the number of epochs that it is given, and goes on from its last checkpoin
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from common import digits_model, folder, load_digits, report, task_index
+from common import folder, load_digits, report
 from keras import ops
 
 import keras_strategies as ks
 
+PER_REPLICA_BATCH_SIZE = 32
 GLOBAL_BATCH_SIZE = 64
 STEPS_PER_EPOCH = 6
 
@@ -30,13 +33,26 @@ def dataset_fn(context: Any) -> Any:
     return dataset.batch(batch_size)
 
 
+def build_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(8, 3, activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.Dense(10),
+        ]
+    )
+
+
 def main() -> None:
     strategy = ks.MultiWorkerMirroredStrategy()
+    task = json.loads(os.environ.get("TF_CONFIG") or "{}").get("task", {"index": 0})
     epochs = int(sys.argv[2])
 
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = digits_model(pooled=False)
+        model = build_model()
         dataset = strategy.distribute_datasets_from_function(dataset_fn)
         optimizer = keras.optimizers.SGD(0.05)
         train_accuracy = keras.metrics.SparseCategoricalAccuracy()
@@ -82,10 +98,10 @@ def main() -> None:
         train_accuracy.reset_state()
         epoch.assign(int(epoch) + 1)
         model.save_weights(latest)
-        if task_index() == 0:
+        if task["index"] == 0:
             (folder() / "epoch").write_text(str(int(epoch)))
 
-    if task_index() == 0:
+    if task["index"] == 0:
         np.savez(folder() / "weights.npz", *model.get_weights())
         report(
             replicas=strategy.num_replicas_in_sync,

@@ -31,8 +31,9 @@ def linear_model(**options: Any) -> keras.Model:
     return model
 
 
-def loss_on_one_device(x: Any, y: Any) -> float:
+def loss_on_one_device() -> float:
     """The loss after as many steps, one after the other, without a strategy."""
+    x, y = linear_data()
     model = linear_model()
     epochs = EPOCHS * STEPS * BATCH_SIZE // len(x)
     model.fit(x, y, batch_size=BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0)
@@ -73,7 +74,7 @@ def train_with_fit(strategy: Any) -> dict[str, Any]:
         "losses": history.history["loss"],
         "iterations": int(model.optimizer.iterations),
         "evaluated": logged,
-        "alone": loss_on_one_device(x, y),
+        "alone": loss_on_one_device(),
         "expected": float(np.mean((x @ kernel + bias - y) ** 2)),
         "restored": float(np.abs(restored.get_weights()[0] - kernel).max()),
     }

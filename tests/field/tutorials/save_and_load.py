@@ -6,14 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from common import (
-    compile_digits_model,
-    digits_model,
-    folder,
-    largest_difference,
-    load_digits,
-    report,
-)
+from common import folder, largest_difference, load_digits, report
 
 import keras_strategies as ks
 
@@ -21,8 +14,21 @@ import keras_strategies as ks
 def get_model(strategy: Any) -> keras.Model:
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = digits_model()
-        compile_digits_model(model, keras.optimizers.SGD(0.05, momentum=0.9))
+        model = keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                keras.layers.Conv2D(8, 3, activation="relu"),
+                keras.layers.MaxPooling2D(),
+                keras.layers.Flatten(),
+                keras.layers.Dense(16, activation="relu"),
+                keras.layers.Dense(10),
+            ]
+        )
+        model.compile(
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            optimizer=keras.optimizers.SGD(0.05, momentum=0.9),
+            metrics=["accuracy"],
+        )
     return model
 
 
@@ -113,7 +119,7 @@ def exported(strategy: Any) -> float | None:
     path = str(folder() / "serving")
     model.export(path, verbose=False)
     images = load_digits()[1][0]
-    # Functions of `loaded` do not keep their variables.
+    # Its functions do not keep their variables.
     loaded = tf.saved_model.load(path)
     served = loaded.serve(images)
     return largest_difference([model.predict(images, verbose=0)], [np.asarray(served)])
