@@ -37,12 +37,10 @@ _SMALLEST_SCALE = 1e-2
 class FieldCase:
     """One thing that people train.
 
-    Args:
-        name: name of the case in tests and in the table.
+    Some of the fields:
         build: makes the built and compiled model.
         data: makes the data from a number of rows.
-        feed: form in which `fit` gets the data.
-        rows, batch, epochs: int; by default the last batch is uneven.
+        rows, batch, epochs: by default the last batch is uneven.
         tolerance: relative to the largest magnitude of each weight.
         small: bool, whether the case belongs to the part that is not nightly.
         refused_by: backends on which Keras 3.15 cannot train this on one device, and
@@ -65,8 +63,7 @@ class FieldCase:
 class Measured:
     """Differences of weights, relative to the largest magnitude of each.
 
-    Args:
-        options: of the strategy, "" for none.
+    Some of the fields:
         moved: change of the weights by the training on one device.
         disturbed: difference to the disturbed run on one device.
         weights, loss: difference to two replicas; None if these raised.
@@ -75,7 +72,6 @@ class Measured:
             zero where the backend proves nothing.
         unnamed: layers that are not split, if there is no warning.
         seconds_alone, seconds: of the first run on one device and on two replicas.
-        error: type and first line of what the strategy raised, or "".
     """
 
     name: str
@@ -129,19 +125,15 @@ class Alone:
 _alone: dict[str, Alone] = {}
 
 
-def alone(case: FieldCase) -> Alone:
-    """The case on one device, trained twice per process."""
-    if case.name not in _alone:
-        _alone[case.name] = _train_alone(case)
-    return _alone[case.name]
-
-
 def _train_alone(case: FieldCase) -> Alone:
+    """The case on one device, trained twice."""
     start = time.perf_counter()
     keras.utils.set_random_seed(7)
     model = case.build()
     model.optimizer.build(model.trainable_variables)
-    before = [(v, array(v)) for v in state(model)]
+    # All variables that training may change.
+    state = [*model.variables, *model.optimizer.variables]
+    before = [(v, array(v)) for v in state]
     initial = floats(weights(model))
     found, loss = fit(case, model)
     seconds = time.perf_counter() - start
@@ -167,7 +159,9 @@ def measure(
     case: FieldCase, make_strategy: Callable[[], Any], options: str
 ) -> tuple[Measured, Exception | None]:
     """Compares a strategy with one device; what it raised comes second."""
-    expected = alone(case)
+    if case.name not in _alone:
+        _alone[case.name] = _train_alone(case)
+    expected = _alone[case.name]
     found: Any = None
     error: Exception | None = None
     start = time.perf_counter()
@@ -232,8 +226,7 @@ def _fit_under(make_strategy: Callable[[], Any] | None, case: FieldCase) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:160] if lines else ""
+    return str(error).strip().partition("\n")[0][:160]
 
 
 def fit(case: FieldCase, model: keras.Model) -> tuple[dict[str, np.ndarray], Any]:
@@ -252,12 +245,6 @@ def weights(model: keras.Model) -> dict[str, np.ndarray]:
 def floats(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Without counters and seeds."""
     return {k: v for k, v in arrays.items() if v.dtype.kind == "f"}
-
-
-def state(model: keras.Model) -> Iterator[Any]:
-    """All variables that training may change."""
-    yield from model.variables
-    yield from model.optimizer.variables
 
 
 def array(variable: Any) -> np.ndarray:
@@ -292,9 +279,6 @@ def mirrored() -> Any:
     return ks.MirroredStrategy(["cpu:0", "cpu:1"], random_numbers="keras")
 
 
-OPTIONS = {"": mirrored}
-
-
 # --- The table ----------------------------------------------------------------
 
 
@@ -312,30 +296,22 @@ def record(measured: Measured) -> None:
 
 
 def parameters(cases: list[FieldCase]) -> list[Any]:
-    """Cases and options for `pytest`; all but the small cases are nightly."""
-    return [
-        pytest.param(
-            case,
-            options,
-            id=f"{case.name}-{options}" if options else case.name,
-            marks=[] if case.small else [pytest.mark.nightly],
-        )
-        for case in cases
-        for options in OPTIONS
-    ]
+    """Cases for `pytest`; all but the small ones are nightly."""
+    marks = {True: [], False: [pytest.mark.nightly]}
+    return [pytest.param(c, id=c.name, marks=marks[c.small]) for c in cases]
 
 
-def assert_trains_as_one_device(case: FieldCase, options: str) -> None:
+def assert_trains_as_one_device(case: FieldCase) -> None:
     refused_by = case.refused_by.get(keras.backend.backend())
     if refused_by is not None:
         # What Keras refuses on one device, it refuses under a strategy.
-        for make in (None, OPTIONS[options]):
+        for make in (None, mirrored):
             with warnings.catch_warnings(), pytest.raises(refused_by):
                 # A layer that is left unsplit is named before Keras refuses it.
                 warnings.simplefilter("ignore")
                 _fit_under(make, case)
         return
-    measured, error = measure(case, OPTIONS[options], options)
+    measured, error = measure(case, mirrored, "")
     record(measured)
     if error is not None:
         raise error

@@ -16,6 +16,7 @@ from field.compare import FieldCase
 
 hub = keras_hub.models
 VOCABULARY, LENGTH, CLASSES, SIZE = 40, 8, 3, 16
+PICTURE, LATENT = (SIZE, SIZE, 3), (SIZE // 2, SIZE // 2, 4)
 
 
 # --- Data ---------------------------------------------------------------------
@@ -45,10 +46,14 @@ def sentence_pairs(rows: int) -> Data:
 def next_words(rows: int) -> Data:
     """The next token for each, weighted by the padding's mask."""
     ids, mask = _words(rows, 3)
-    targets = np.roll(ids, -1, axis=1)
-    return Data(
-        {"token_ids": ids, "padding_mask": mask}, targets, mask.astype("float32")
-    )
+    x = {"token_ids": ids, "padding_mask": mask}
+    return Data(x, np.roll(ids, -1, axis=1), mask.astype("float32"))
+
+
+def words(rows: int) -> Data:
+    """The next token for each, of sentences without a padding's mask."""
+    data = next_words(rows)
+    return Data({"token_ids": data.x["token_ids"]}, data.y, data.w)
 
 
 def translations(rows: int) -> Data:
@@ -72,31 +77,38 @@ def transcripts(rows: int) -> Data:
 
 def pictures(rows: int) -> Data:
     random = np.random.default_rng(7)
-    x = random.uniform(-1, 1, (rows, SIZE, SIZE, 3)).astype("float32")
+    x = random.uniform(-1, 1, (rows, *PICTURE)).astype("float32")
     return Data(x, random.integers(0, CLASSES, rows))
+
+
+def to_be_rebuilt(rows: int) -> Data:
+    """Pictures, which are the targets as well."""
+    x = pictures(rows).x
+    return Data(x, x)
+
+
+def latents(rows: int) -> Data:
+    """Noisy latents of pictures with text, and the velocity to them."""
+    random = np.random.default_rng(8)
+    shapes = {
+        "latent": LATENT,
+        "context": (LENGTH, 12),
+        "pooled_projection": (10,),
+        "timestep": (1,),
+    }
+    x = {k: random.normal(size=(rows, *s)).astype("float32") for k, s in shapes.items()}
+    return Data(x, random.normal(size=x["latent"].shape).astype("float32"))
 
 
 # --- Models -------------------------------------------------------------------
 
 # Of most transformers: a vocabulary, two layers of two heads, no dropout, because
 # replicas draw different masks.
-SHAPE = {
-    "vocabulary_size": VOCABULARY,
-    "num_layers": 2,
-    "num_heads": 2,
-    "hidden_dim": 16,
-    "intermediate_dim": 32,
-    "dropout": 0.0,
-}
+LAYERS = {"num_layers": 2, "hidden_dim": 16, "intermediate_dim": 32}
+TEXT = {"vocabulary_size": VOCABULARY, **LAYERS}
+SHAPE = {**TEXT, "num_heads": 2, "dropout": 0.0}
 ENCODER = {**SHAPE, "max_sequence_length": LENGTH}
-GROUPED = {
-    "vocabulary_size": VOCABULARY,
-    "num_layers": 2,
-    "num_query_heads": 2,
-    "num_key_value_heads": 1,
-    "hidden_dim": 16,
-    "intermediate_dim": 32,
-}
+GROUPED = {**TEXT, "num_query_heads": 2, "num_key_value_heads": 1}
 
 
 def sgd() -> Any:
@@ -144,14 +156,14 @@ def language_model(
     return build
 
 
-def head(outputs: Any, units: int = VOCABULARY) -> Any:
-    return layers.Dense(units, name="logits")(outputs)
+def with_head(backbone: keras.Model, outputs: Any) -> keras.Model:
+    logits = layers.Dense(VOCABULARY, name="logits")(outputs)
+    return compiled(keras.Model(backbone.input, logits))
 
 
 def t5() -> keras.Model:
     backbone = hub.T5Backbone(**SHAPE)
-    outputs = backbone.output["decoder_sequence_output"]
-    return compiled(keras.Model(backbone.input, head(outputs)))
+    return with_head(backbone, backbone.output["decoder_sequence_output"])
 
 
 def bart() -> keras.Model:
@@ -165,111 +177,20 @@ def whisper() -> keras.Model:
         max_encoder_sequence_length=2 * LENGTH,
         max_decoder_sequence_length=LENGTH,
     )
-    outputs = backbone.output["decoder_sequence_output"]
-    return compiled(keras.Model(backbone.input, head(outputs)))
+    return with_head(backbone, backbone.output["decoder_sequence_output"])
 
 
-def classifies_pictures(backbone: Any) -> keras.Model:
-    return compiled(hub.ImageClassifier(backbone, num_classes=CLASSES))
+def of_pictures(
+    name: str, hub_name: str, pooling: str | None = None, **shape: Any
+) -> FieldCase:
+    def build() -> keras.Model:
+        backbone = getattr(hub, f"{hub_name}Backbone")(**shape)
+        if pooling is None:
+            return compiled(hub.ImageClassifier(backbone, num_classes=CLASSES))
+        task = getattr(hub, f"{hub_name}ImageClassifier")
+        return compiled(task(backbone, num_classes=CLASSES, pooling=pooling))
 
-
-def vit() -> keras.Model:
-    backbone = hub.ViTBackbone(
-        image_shape=(SIZE, SIZE, 3),
-        patch_size=(4, 4),
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=16,
-        mlp_dim=32,
-    )
-    task = hub.ViTImageClassifier(backbone, num_classes=CLASSES, pooling="token")
-    return compiled(task)
-
-
-def resnet() -> keras.Model:
-    return classifies_pictures(
-        hub.ResNetBackbone(
-            input_conv_filters=[64],
-            input_conv_kernel_sizes=[3],
-            stackwise_num_filters=[64],
-            stackwise_num_blocks=[1],
-            stackwise_num_strides=[1],
-            block_type="basic_block",
-            image_shape=(SIZE, SIZE, 3),
-        )
-    )
-
-
-def efficientnet() -> keras.Model:
-    return classifies_pictures(
-        hub.EfficientNetBackbone(
-            stackwise_width_coefficients=[1.0, 1.0],
-            stackwise_depth_coefficients=[1.0, 1.0],
-            stackwise_kernel_sizes=[3, 3],
-            stackwise_num_repeats=[1, 1],
-            stackwise_input_filters=[8, 8],
-            stackwise_output_filters=[8, 16],
-            stackwise_expansion_ratios=[1, 2],
-            stackwise_squeeze_and_excite_ratios=[0.25, 0.25],
-            stackwise_strides=[1, 2],
-            stackwise_block_types=["v1", "fused"],
-            dropout=0.0,
-            num_features=16,
-            input_shape=(SIZE, SIZE, 3),
-        )
-    )
-
-
-def mobilenet() -> keras.Model:
-    return classifies_pictures(
-        hub.MobileNetBackbone(
-            stackwise_expansion=[[16, 24]],
-            stackwise_num_blocks=[2],
-            stackwise_num_filters=[[8, 8]],
-            stackwise_kernel_size=[[3, 3]],
-            stackwise_num_strides=[[2, 1]],
-            stackwise_se_ratio=[[None, 0.25]],
-            stackwise_activation=[["relu", "hard_swish"]],
-            stackwise_padding=[[1, 1]],
-            output_num_filters=16,
-            depthwise_filters=8,
-            depthwise_stride=2,
-            depthwise_residual=False,
-            last_layer_filter=32,
-            squeeze_and_excite=0.5,
-            image_shape=(SIZE, SIZE, 3),
-            input_num_filters=8,
-        )
-    )
-
-
-def densenet() -> keras.Model:
-    return classifies_pictures(
-        hub.DenseNetBackbone(
-            stackwise_num_repeats=[1, 1],
-            growth_rate=4,
-            image_shape=(SIZE, SIZE, 3),
-        )
-    )
-
-
-def words(rows: int) -> Data:
-    """The next token for each, of sentences without a padding's mask."""
-    data = next_words(rows)
-    return Data({"token_ids": data.x["token_ids"]}, data.y, data.w)
-
-
-def latents(rows: int) -> Data:
-    """Noisy latents of pictures with text, and the velocity to them."""
-    random = np.random.default_rng(8)
-    shapes = {
-        "latent": (SIZE // 2, SIZE // 2, 4),
-        "context": (LENGTH, 12),
-        "pooled_projection": (10,),
-        "timestep": (1,),
-    }
-    x = {k: random.normal(size=(rows, *s)).astype("float32") for k, s in shapes.items()}
-    return Data(x, random.normal(size=x["latent"].shape).astype("float32"))
+    return FieldCase(name, build, pictures)
 
 
 def fits_numbers(model: keras.Model) -> keras.Model:
@@ -290,7 +211,7 @@ def diffusion_transformer() -> keras.Model:
             position_size=8,
             qk_norm=None,
             mlp_ratio=2,
-            latent_shape=(SIZE // 2, SIZE // 2, 4),
+            latent_shape=LATENT,
             context_shape=(LENGTH, 12),
             pooled_projection_shape=(10,),
         )
@@ -299,22 +220,9 @@ def diffusion_transformer() -> keras.Model:
 
 def text_encoder() -> keras.Model:
     """CLIP's, as in Stable Diffusion 3."""
-    encoder = hub.CLIPTextEncoder(
-        vocabulary_size=VOCABULARY,
-        embedding_dim=16,
-        hidden_dim=16,
-        num_layers=2,
-        num_heads=2,
-        intermediate_dim=32,
-        max_sequence_length=LENGTH,
-    )
-    return compiled(keras.Model(encoder.input, head(encoder.output)))
-
-
-def to_be_rebuilt(rows: int) -> Data:
-    """Pictures, which are the targets as well."""
-    x = pictures(rows).x
-    return Data(x, x)
+    shape = {**TEXT, "num_heads": 2, "max_sequence_length": LENGTH}
+    encoder = hub.CLIPTextEncoder(embedding_dim=16, **shape)
+    return with_head(encoder, encoder.output)
 
 
 def autoencoder() -> keras.Model:
@@ -334,22 +242,21 @@ def autoencoder() -> keras.Model:
     )
 
 
-def of_sentences(name: str, hub_name: str, **kwargs: Any) -> FieldCase:
-    pairs = hub_name in ("Bert", "Albert")
-    data = sentence_pairs if pairs else sentences
-    small = kwargs.pop("small", False)
-    tolerance = {"tolerance": ADAM_TOLERANCE} if "optimizer" in kwargs else {}
-    return FieldCase(
-        name, classifier(hub_name, **kwargs), data, small=small, **tolerance
-    )
+def of_sentences(
+    name: str, hub_name: str, small: bool = False, **kwargs: Any
+) -> FieldCase:
+    data = sentence_pairs if hub_name in ("Bert", "Albert") else sentences
+    options = {"small": small, **_tolerance(kwargs)}
+    return FieldCase(name, classifier(hub_name, **kwargs), data, **options)
 
 
 def of_next_words(name: str, hub_name: str, **kwargs: Any) -> FieldCase:
-    small = kwargs.pop("small", False)
-    tolerance = {"tolerance": ADAM_TOLERANCE} if "optimizer" in kwargs else {}
-    return FieldCase(
-        name, language_model(hub_name, **kwargs), next_words, small=small, **tolerance
-    )
+    build = language_model(hub_name, **kwargs)
+    return FieldCase(name, build, next_words, **_tolerance(kwargs))
+
+
+def _tolerance(given: dict[str, Any]) -> dict[str, Any]:
+    return {"tolerance": ADAM_TOLERANCE} if "optimizer" in given else {}
 
 
 EXPERTS = {
@@ -385,11 +292,72 @@ CASES = [
     FieldCase("t5", t5, translations),
     FieldCase("bart", bart, translations),
     FieldCase("whisper", whisper, transcripts),
-    FieldCase("vit", vit, pictures),
-    FieldCase("resnet", resnet, pictures),
-    FieldCase("efficientnet", efficientnet, pictures),
-    FieldCase("mobilenet", mobilenet, pictures),
-    FieldCase("densenet", densenet, pictures),
+    of_pictures(
+        "vit",
+        "ViT",
+        pooling="token",
+        image_shape=PICTURE,
+        patch_size=(4, 4),
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=16,
+        mlp_dim=32,
+    ),
+    of_pictures(
+        "resnet",
+        "ResNet",
+        input_conv_filters=[64],
+        input_conv_kernel_sizes=[3],
+        stackwise_num_filters=[64],
+        stackwise_num_blocks=[1],
+        stackwise_num_strides=[1],
+        block_type="basic_block",
+        image_shape=PICTURE,
+    ),
+    of_pictures(
+        "efficientnet",
+        "EfficientNet",
+        stackwise_width_coefficients=[1.0, 1.0],
+        stackwise_depth_coefficients=[1.0, 1.0],
+        stackwise_kernel_sizes=[3, 3],
+        stackwise_num_repeats=[1, 1],
+        stackwise_input_filters=[8, 8],
+        stackwise_output_filters=[8, 16],
+        stackwise_expansion_ratios=[1, 2],
+        stackwise_squeeze_and_excite_ratios=[0.25, 0.25],
+        stackwise_strides=[1, 2],
+        stackwise_block_types=["v1", "fused"],
+        dropout=0.0,
+        num_features=16,
+        input_shape=PICTURE,
+    ),
+    of_pictures(
+        "mobilenet",
+        "MobileNet",
+        stackwise_expansion=[[16, 24]],
+        stackwise_num_blocks=[2],
+        stackwise_num_filters=[[8, 8]],
+        stackwise_kernel_size=[[3, 3]],
+        stackwise_num_strides=[[2, 1]],
+        stackwise_se_ratio=[[None, 0.25]],
+        stackwise_activation=[["relu", "hard_swish"]],
+        stackwise_padding=[[1, 1]],
+        output_num_filters=16,
+        depthwise_filters=8,
+        depthwise_stride=2,
+        depthwise_residual=False,
+        last_layer_filter=32,
+        squeeze_and_excite=0.5,
+        image_shape=PICTURE,
+        input_num_filters=8,
+    ),
+    of_pictures(
+        "densenet",
+        "DenseNet",
+        stackwise_num_repeats=[1, 1],
+        growth_rate=4,
+        image_shape=PICTURE,
+    ),
 ]
 #: Parts of Stable Diffusion 3, trained with sharded variables only.
 DIFFUSION = [

@@ -6,6 +6,7 @@ state, as Keras's guide on custom steps for JAX does by hand.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,17 +19,25 @@ BACKEND = keras.backend.backend()
 class StepModel(keras.Model):
     """A model with a `step(data)` that updates variables and returns its logs.
 
+    By default it minimizes `objective(data)`.
+
     Args:
         other_optimizers: optimizers next to the one that `compile` gets. Their
             variables are state of the model, which JAX needs to see.
+        **parts: layers, models and seeds that become attributes.
     """
 
-    def __init__(self, other_optimizers: tuple[Any, ...] = ()) -> None:
+    def __init__(self, other_optimizers: tuple[Any, ...] = (), **parts: Any) -> None:
         super().__init__()
         self.other_optimizers = other_optimizers
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def step(self, data: Any) -> dict[str, Any]:
-        raise NotImplementedError
+        return self.minimized(lambda: self.objective(data))
+
+    def minimized(self, loss_fn: Callable[[], Any]) -> dict[str, Any]:
+        return {"objective": self.minimize(loss_fn, self.trainable_variables)}
 
     @property
     def variables(self) -> list[Any]:
@@ -43,9 +52,7 @@ class StepModel(keras.Model):
         self.apply(gradients, variables, optimizer)
         return loss
 
-    def apply(
-        self, gradients: list[Any], variables: list[Any], optimizer: Any = None
-    ) -> None:
+    def apply(self, gradients: Any, variables: Any, optimizer: Any = None) -> None:
         with without_gradients():
             (optimizer or self.optimizer).apply(gradients, variables)
 
@@ -70,8 +77,6 @@ if BACKEND == "torch":
         return {k: ops.stop_gradient(v) for k, v in self.step(data).items()}
 
 elif BACKEND == "tensorflow":
-    import contextlib
-
     import tensorflow as tf
 
     without_gradients = contextlib.nullcontext
@@ -92,8 +97,6 @@ elif BACKEND == "tensorflow":
         return self.step(data)
 
 else:
-    import contextlib
-
     import jax
 
     without_gradients = contextlib.nullcontext

@@ -13,17 +13,9 @@ from pathlib import Path
 from typing import Any
 
 BACKENDS = ("jax", "torch", "tensorflow")
-COLUMNS = ("jax", "torch", "tensorflow")
 HEADER = (
-    "case",
-    "backend",
-    "weights",
-    "disturbed",
-    "loss",
-    "split calls",
-    "first fit alone",
-    "first fit",
-    "verdict",
+    *("case", "backend", "weights", "disturbed", "loss"),
+    *("split calls", "first fit alone", "first fit", "verdict"),
 )
 
 
@@ -34,30 +26,22 @@ def read(folder: Path) -> list[dict[str, Any]]:
         path = folder / f"{backend}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
             row = json.loads(line)
-            if row["options"]:
-                row["backend"] += f", {row['options']}"
-            found[row["name"], row["backend"]] = row
+            found[row["name"], backend] = row
     names = dict.fromkeys(name for name, _ in found)
-    return [found[n, b] for n in names for b in COLUMNS if (n, b) in found]
+    return [found[n, b] for n in names for b in BACKENDS if (n, b) in found]
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    verdict = row["verdict"] + (", unsplit" if row["unsplit"] else "")
+    numbers = [row[key] for key in ("weights", "disturbed", "loss")]
     return (
         row["name"],
         row["backend"],
-        _number(row["weights"]),
-        _number(row["disturbed"]),
-        _number(row["loss"]),
+        *("" if value is None else f"{value:.1e}" for value in numbers),
         f"{row['split']} of {row['calls']}" if row["calls"] else "",
         f"{row['seconds_alone']:.1f} s",
         f"{row['seconds']:.1f} s",
-        verdict,
+        row["verdict"] + (", unsplit" if row["unsplit"] else ""),
     )
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}"
 
 
 def text(rows: list[dict[str, Any]]) -> str:
@@ -69,7 +53,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
-    for backend in COLUMNS:
+    for backend in BACKENDS:
         own = [row for row in rows if row["backend"] == backend]
         good = sum(row["verdict"] in ("equal", "rounding") for row in own)
         if own:

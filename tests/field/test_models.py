@@ -11,6 +11,6 @@ from field.compare import FieldCase, assert_trains_as_one_device, parameters
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case, options", parameters(models.CASES))
-def test_model_of_keras_hub(case: FieldCase, options: str) -> None:
-    assert_trains_as_one_device(case, options)
+@pytest.mark.parametrize("case", parameters(models.CASES))
+def test_model_of_keras_hub(case: FieldCase) -> None:
+    assert_trains_as_one_device(case)

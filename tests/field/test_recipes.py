@@ -10,6 +10,6 @@ from field.compare import FieldCase, assert_trains_as_one_device, parameters
 
 @pytest.mark.one_backend("jax")
 @pytest.mark.nightly(unless=["diffusion"])
-@pytest.mark.parametrize("case, options", parameters(recipes.CASES))
-def test_recipe(case: FieldCase, options: str) -> None:
-    assert_trains_as_one_device(case, options)
+@pytest.mark.parametrize("case", parameters(recipes.CASES))
+def test_recipe(case: FieldCase) -> None:
+    assert_trains_as_one_device(case)

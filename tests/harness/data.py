@@ -27,24 +27,25 @@ class Data:
 
 def take(data: Data, rows: slice | int) -> Data:
     """Some rows of the data."""
-
-    def part(structure: Structure | None) -> Structure | None:
-        if structure is None:
-            return None
-        return keras.tree.map_structure(lambda array: array[rows], structure)
-
-    return Data(part(data.x), part(data.y), part(data.w))
+    parts = (
+        part if part is None else keras.tree.map_structure(lambda a: a[rows], part)
+        for part in (data.x, data.y, data.w)
+    )
+    return Data(*parts)
 
 
 def _random(rows: int) -> np.random.Generator:
     return np.random.default_rng(1000 + rows)
 
 
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(size=shape).astype("float32")
+
+
 def classes(rows: int) -> Data:
     """Six features, one of three classes."""
     rng = _random(rows)
-    x = rng.normal(size=(rows, 6)).astype("float32")
-    return Data(x, rng.integers(0, 3, rows), _weights(rng, rows))
+    return Data(_normal(rng, rows, 6), rng.integers(0, 3, rows), _weights(rng, rows))
 
 
 def one_hot(rows: int) -> Data:
@@ -55,17 +56,14 @@ def one_hot(rows: int) -> Data:
 def binary(rows: int) -> Data:
     """Six features, 0 or 1."""
     rng = _random(rows)
-    x = rng.normal(size=(rows, 6)).astype("float32")
-    y = rng.integers(0, 2, (rows, 1)).astype("float32")
+    x, y = _normal(rng, rows, 6), rng.integers(0, 2, (rows, 1)).astype("float32")
     return Data(x, y, _weights(rng, rows))
 
 
 def regression(rows: int) -> Data:
     """Six features, two targets."""
     rng = _random(rows)
-    x = rng.normal(size=(rows, 6)).astype("float32")
-    y = rng.normal(size=(rows, 2)).astype("float32")
-    return Data(x, y, _weights(rng, rows))
+    return Data(_normal(rng, rows, 6), _normal(rng, rows, 2), _weights(rng, rows))
 
 
 def large_targets(rows: int) -> Data:
@@ -101,15 +99,8 @@ def tagged(rows: int) -> Data:
 def named(rows: int) -> Data:
     """Two named inputs and two named targets."""
     rng = _random(rows)
-    x = {
-        "left": rng.normal(size=(rows, 4)).astype("float32"),
-        "right": rng.normal(size=(rows, 3)).astype("float32"),
-    }
-    y = {
-        "kind": rng.integers(0, 3, rows),
-        "size": rng.normal(size=(rows, 1)).astype("float32"),
-    }
-    return Data(x, y)
+    x = {"left": _normal(rng, rows, 4), "right": _normal(rng, rows, 3)}
+    return Data(x, {"kind": rng.integers(0, 3, rows), "size": _normal(rng, rows, 1)})
 
 
 def paired(rows: int) -> Data:
@@ -121,11 +112,8 @@ def paired(rows: int) -> Data:
 def nested(rows: int) -> Data:
     """A dictionary that contains another one and a list, one target."""
     data = named(rows)
-    x = {
-        "a": {"deep": data.x["left"]},
-        "b": [data.x["right"], data.x["left"][:, :2]],
-    }
-    return Data(x, data.y["size"])
+    left, right = data.x["left"], data.x["right"]
+    return Data({"a": {"deep": left}, "b": [right, left[:, :2]]}, data.y["size"])
 
 
 def structured(rows: int) -> Data:
@@ -151,12 +139,8 @@ def pair_of_targets(rows: int) -> Data:
 def three_targets(rows: int) -> Data:
     """Six features, a target for each kind of metrics."""
     data = regression(rows)
-    targets = {
-        "binary": binary(rows).y,
-        "numbers": data.y,
-        "classes": one_hot(rows).y,
-    }
-    return Data(data.x, targets, data.w)
+    targets = {"binary": binary(rows).y, "numbers": data.y}
+    return Data(data.x, {**targets, "classes": one_hot(rows).y}, data.w)
 
 
 def _weights(rng: np.random.Generator, rows: int) -> np.ndarray:
@@ -181,12 +165,8 @@ def _batches(data: Data, batch: int) -> list[Structure]:
 
 
 def arrays(data: Data, batch: int) -> dict[str, Any]:
-    found = {"x": data.x, "batch_size": batch}
-    if data.y is not None:
-        found["y"] = data.y
-    if data.w is not None:
-        found["sample_weight"] = data.w
-    return found
+    given = {"x": data.x, "y": data.y, "sample_weight": data.w, "batch_size": batch}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def tensors(data: Data, batch: int) -> dict[str, Any]:
@@ -199,12 +179,9 @@ def tensors(data: Data, batch: int) -> dict[str, Any]:
 def pandas_frames(data: Data, batch: int) -> dict[str, Any]:
     import pandas as pd
 
-    found: dict[str, Any] = {"x": pd.DataFrame(data.x), "batch_size": batch}
-    if data.y is not None:
-        found["y"] = pd.Series(data.y)
-    if data.w is not None:
-        found["sample_weight"] = pd.Series(data.w)
-    return found
+    found = {"x": pd.DataFrame(data.x), "batch_size": batch}
+    series = {"y": data.y, "sample_weight": data.w}
+    return found | {k: pd.Series(v) for k, v in series.items() if v is not None}
 
 
 def tf_data(data: Data, batch: int) -> dict[str, Any]:
@@ -232,12 +209,12 @@ class _Sequence(keras.utils.PyDataset):
         return self._batches[index]
 
 
-def py_dataset(data: Data, batch: int) -> dict[str, Any]:
-    return {"x": _Sequence(_batches(data, batch))}
+def py_dataset(data: Data, batch: int, workers: int = 1) -> dict[str, Any]:
+    return {"x": _Sequence(_batches(data, batch), workers=workers)}
 
 
 def py_dataset_2_workers(data: Data, batch: int) -> dict[str, Any]:
-    return {"x": _Sequence(_batches(data, batch), workers=2)}
+    return py_dataset(data, batch, workers=2)
 
 
 def generator(data: Data, batch: int) -> dict[str, Any]:

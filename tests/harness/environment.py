@@ -22,12 +22,9 @@ if importlib.metadata.version("jax").startswith("0.10."):
 
 
 def of_tests(backend: str, is_nightly: bool, threads: int) -> dict[str, str]:
-    """The environment variables of a process.
+    """The environment variables of a process, with so many threads in each pool.
 
-    Args:
-        backend: str, its backend.
-        is_nightly: bool, whether programs are compiled as for users.
-        threads: int, for each of the pools of its libraries.
+    At night programs are compiled as for users.
     """
     flags = [os.environ.get("XLA_FLAGS", "")]
     flags += () if is_nightly else PLAIN_CODE

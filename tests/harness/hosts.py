@@ -21,9 +21,7 @@ class NotPermittedError(Exception):
 class Hosts:
     """Hosts, each with a cable to one switch.
 
-    Args:
-        names: the names of their network namespaces; the last is that of the switch.
-        addresses: their addresses.
+    Names are those of network namespaces; the last one is the switch's.
     """
 
     names: tuple[str, ...]

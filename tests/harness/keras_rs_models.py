@@ -17,13 +17,6 @@ def ranking_data(rows: int = 30) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
     Ids are different in each batch: Keras's optimizers on TensorFlow square each of
     several gradients of one row.
-
-    Args:
-        rows: int.
-
-    Returns:
-        Inputs, int32 `(rows, 3)`, `(rows, 2)` and `(rows,)`, and relevance, float32
-        `(rows, LIST)`.
     """
     random = np.random.default_rng(0)
     batches = -(-rows // BATCH)
@@ -41,10 +34,9 @@ def ranking_data(rows: int = 30) -> tuple[dict[str, np.ndarray], np.ndarray]:
 def features() -> dict[str, Any]:
     """Three features, two of one table."""
     layers = keras_rs.layers
-    movies = layers.TableConfig(
-        "movies", 40, 4, combiner="mean", initializer=_uniform(1)
-    )
-    users = layers.TableConfig("users", 60, 6, initializer=_uniform(2))
+    table = layers.TableConfig
+    movies = table("movies", 40, 4, combiner="mean", initializer=_uniform(1))
+    users = table("users", 60, 6, initializer=_uniform(2))
     return {
         "watched": layers.FeatureConfig("watched", movies, (BATCH, 3), (BATCH, 4)),
         "liked": layers.FeatureConfig("liked", movies, (BATCH, 2), (BATCH, 4)),
@@ -72,12 +64,7 @@ class Ranking(keras.Model):
 
 
 def ranking_model(optimizer: Any, loss: Any = None) -> Any:
-    """A compiled model.
-
-    Args:
-        optimizer: the optimizer of `compile`.
-        loss: a loss of keras_rs; None for `PairwiseHingeLoss`.
-    """
+    """A compiled model, by default with `PairwiseHingeLoss`."""
     model = Ranking()
     metrics = keras_rs.metrics
     model.compile(
@@ -97,14 +84,7 @@ VOCABULARY = {"user": 60, "item": 40, "city": 16}
 
 
 def clicks(rows: int = 30) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Numbers, ids that are different in each batch, and whether there was a click.
-
-    Args:
-        rows: int.
-
-    Returns:
-        Inputs, float32 `(rows, 5)` and int32 `(rows,)`, and float32 `(rows, 1)`.
-    """
+    """Numbers, ids that are different in each batch, and whether there was a click."""
     random = np.random.default_rng(0)
     x = {"numbers": random.normal(size=(rows, 5)).astype("float32")}
     for name, count in VOCABULARY.items():
@@ -119,14 +99,10 @@ class Dlrm(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         layers = keras_rs.layers
-        tables = {
-            name: layers.TableConfig(name, count, 4, initializer=_uniform(i))
-            for i, (name, count) in enumerate(VOCABULARY.items())
-        }
-        features = {
-            name: layers.FeatureConfig(name, table, (BATCH,), (BATCH, 4))
-            for name, table in tables.items()
-        }
+        features = {}
+        for i, (name, count) in enumerate(VOCABULARY.items()):
+            table = layers.TableConfig(name, count, 4, initializer=_uniform(i))
+            features[name] = layers.FeatureConfig(name, table, (BATCH,), (BATCH, 4))
         self.embeddings = layers.DistributedEmbedding(features)
         self.bottom = _dense(8, 4)
         self.interaction = layers.DotInteraction()

@@ -57,8 +57,7 @@ def leaks(before: Snapshot) -> list[str]:
         found.append("a keras.StatelessScope is still open")
     if layer_calls.thread_route.call is not None:
         found.append("layer calls of this thread still go to a strategy")
-    policy = keras.config.dtype_policy().name
-    if policy != before.policy:
+    if (policy := keras.config.dtype_policy().name) != before.policy:
         found.append(f"the dtype policy is {policy!r}, and was {before.policy!r}")
     return found
 

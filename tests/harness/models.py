@@ -10,10 +10,21 @@ def _stack(*hidden, inputs=(6,), dtype=None) -> keras.Model:
     return keras.Sequential([keras.Input(inputs, dtype=dtype), *hidden])
 
 
-def dense() -> keras.Model:
+def _of_words(*hidden) -> keras.Model:
+    """A class from what layers make of embedded words."""
+    embedding = layers.Embedding(11, 4, mask_zero=True)
+    parts = [each() for each in hidden]
     return _stack(
-        layers.Dense(8, activation="tanh"), layers.Dense(3, activation="softmax")
+        embedding, *parts, layers.Dense(3, "softmax"), inputs=(5,), dtype="int32"
     )
+
+
+def _norm() -> keras.layers.Layer:
+    return layers.BatchNormalization(momentum=0.8)
+
+
+def dense() -> keras.Model:
+    return _stack(layers.Dense(8, "tanh"), layers.Dense(3, "softmax"))
 
 
 def unbuilt() -> keras.Model:
@@ -22,19 +33,17 @@ def unbuilt() -> keras.Model:
 
 
 def linear() -> keras.Model:
-    return _stack(layers.Dense(8, activation="tanh"), layers.Dense(2))
+    return _stack(layers.Dense(8, "tanh"), layers.Dense(2))
 
 
 def logistic() -> keras.Model:
-    return _stack(
-        layers.Dense(8, activation="tanh"), layers.Dense(1, activation="sigmoid")
-    )
+    return _stack(layers.Dense(8, "tanh"), layers.Dense(1, "sigmoid"))
 
 
 def conv() -> keras.Model:
     return _stack(
         layers.Conv2D(4, 3, strides=2, use_bias=False),
-        layers.BatchNormalization(momentum=0.8),
+        _norm(),
         layers.ReLU(),
         layers.GlobalAveragePooling2D(),
         layers.Dense(3, activation="softmax"),
@@ -45,20 +54,22 @@ def conv() -> keras.Model:
 def dense_bn() -> keras.Model:
     return _stack(
         layers.Dense(8, use_bias=False),
-        layers.BatchNormalization(momentum=0.8),
+        _norm(),
         layers.ReLU(),
-        layers.Dense(3, activation="softmax"),
+        layers.Dense(3, "softmax"),
     )
+
+
+def _heads(hidden, **heads):
+    """A dense layer for each name, from the arguments for it."""
+    return {k: layers.Dense(*given, name=k)(hidden) for k, given in heads.items()}
 
 
 def two_towers() -> keras.Model:
     """Two named inputs, two named outputs."""
     left, right = keras.Input((4,), name="left"), keras.Input((3,), name="right")
     joined = layers.Concatenate()([layers.Dense(5, "tanh")(left), right])
-    outputs = {
-        "kind": layers.Dense(3, "softmax", name="kind")(joined),
-        "size": layers.Dense(1, name="size")(joined),
-    }
+    outputs = _heads(joined, kind=(3, "softmax"), size=(1,))
     return keras.Model({"left": left, "right": right}, outputs)
 
 
@@ -68,53 +79,43 @@ def pair() -> keras.Model:
     return keras.Model((left, right), layers.Dense(1)(joined))
 
 
-def nested() -> keras.Model:
+def _nested():
     a, b, c = keras.Input((4,)), keras.Input((3,)), keras.Input((2,))
     hidden = layers.Dense(5, "tanh")(layers.Concatenate()([a, b, c]))
-    inputs = {"a": {"deep": a}, "b": [b, c]}
+    return {"a": {"deep": a}, "b": [b, c]}, hidden
+
+
+def nested() -> keras.Model:
+    inputs, hidden = _nested()
     return keras.Model(inputs, layers.Dense(1)(hidden))
 
 
 def structured() -> keras.Model:
     """Nested inputs, named outputs."""
-    a, b, c = keras.Input((4,)), keras.Input((3,)), keras.Input((2,))
-    hidden = layers.Dense(5, "tanh")(layers.Concatenate()([a, b, c]))
-    outputs = {
-        "kind": layers.Dense(3, "softmax", name="kind")(hidden),
-        "size": layers.Dense(1, name="size")(hidden),
-    }
-    return keras.Model({"a": {"deep": a}, "b": [b, c]}, outputs)
+    inputs, hidden = _nested()
+    return keras.Model(inputs, _heads(hidden, kind=(3, "softmax"), size=(1,)))
 
 
 def many_outputs() -> keras.Model:
     """An output for each of several losses."""
     inputs = keras.Input((6,))
+    heads = {**dict.fromkeys("abcdefg", (2,)), "smoothed": (3, "softmax")}
     hidden = layers.Dense(8, "tanh")(inputs)
-    outputs = {name: layers.Dense(2, name=name)(hidden) for name in "abcdefg"}
-    outputs["smoothed"] = layers.Dense(3, "softmax", name="smoothed")(hidden)
-    outputs["focal"] = layers.Dense(1, "sigmoid", name="focal")(hidden)
-    return keras.Model(inputs, outputs)
+    return keras.Model(inputs, _heads(hidden, **heads, focal=(1, "sigmoid")))
 
 
 def pair_of_outputs() -> keras.Model:
     """A tuple of inputs, two named outputs."""
     left, right = keras.Input((4,)), keras.Input((3,))
     joined = layers.Concatenate()([layers.Dense(5, "tanh")(left), right])
-    names = ("scalar", "contrastive")
-    outputs = {name: layers.Dense(2, name=name)(joined) for name in names}
-    return keras.Model((left, right), outputs)
+    return keras.Model((left, right), _heads(joined, scalar=(2,), contrastive=(2,)))
 
 
 def three_outputs() -> keras.Model:
     """An output for each kind of metrics."""
     inputs = keras.Input((6,))
-    hidden = layers.Dense(8, "tanh")(inputs)
-    outputs = {
-        "binary": layers.Dense(1, "sigmoid", name="binary")(hidden),
-        "numbers": layers.Dense(2, name="numbers")(hidden),
-        "classes": layers.Dense(3, "softmax", name="classes")(hidden),
-    }
-    return keras.Model(inputs, outputs)
+    heads = {"binary": (1, "sigmoid"), "numbers": (2,), "classes": (3, "softmax")}
+    return keras.Model(inputs, _heads(layers.Dense(8, "tanh")(inputs), **heads))
 
 
 def shared_layer() -> keras.Model:
@@ -142,48 +143,22 @@ class Subclassed(keras.Model):
 
 
 def lstm() -> keras.Model:
-    return _stack(
-        layers.Embedding(11, 4, mask_zero=True),
-        layers.LSTM(5),
-        layers.Dense(3, activation="softmax"),
-        inputs=(5,),
-        dtype="int32",
-    )
+    return _of_words(lambda: layers.LSTM(5))
 
 
 def gru_tagger() -> keras.Model:
     """A class for each word; the padding's mask reaches the loss."""
-    return _stack(
-        layers.Embedding(11, 4, mask_zero=True),
-        layers.GRU(5, return_sequences=True),
-        layers.Dense(3, activation="softmax"),
-        inputs=(5,),
-        dtype="int32",
-    )
+    return _of_words(lambda: layers.GRU(5, return_sequences=True))
 
 
 def masked_bn() -> keras.Model:
     """Batch normalization that leaves out the padding."""
-    return _stack(
-        layers.Embedding(11, 4, mask_zero=True),
-        layers.BatchNormalization(momentum=0.8),
-        layers.LSTM(5),
-        layers.Dense(3, activation="softmax"),
-        inputs=(5,),
-        dtype="int32",
-    )
+    return _of_words(_norm, lambda: layers.LSTM(5))
 
 
 def masked_tagger() -> keras.Model:
     """The padding's mask reaches batch normalization, a recurrent layer, the loss."""
-    return _stack(
-        layers.Embedding(11, 4, mask_zero=True),
-        layers.BatchNormalization(momentum=0.8),
-        layers.LSTM(5, return_sequences=True),
-        layers.Dense(3, activation="softmax"),
-        inputs=(5,),
-        dtype="int32",
-    )
+    return _of_words(_norm, lambda: layers.LSTM(5, return_sequences=True))
 
 
 def transformer() -> keras.Model:
@@ -206,15 +181,14 @@ def regularized() -> keras.Model:
 
 def spectral() -> keras.Model:
     """Layers that assign trained variables in their call."""
-    inner = layers.Dense(
-        8, "tanh", kernel_regularizer="l2", kernel_constraint="max_norm"
-    )
+    return _stack(*_spectral_layers(), layers.Softmax())
+
+
+def _spectral_layers():
+    options = {"kernel_regularizer": "l2", "kernel_constraint": "max_norm"}
+    yield layers.SpectralNormalization(layers.Dense(8, "tanh", **options))
     last = layers.Dense(3, kernel_regularizer="l1", bias_constraint="non_neg")
-    return _stack(
-        layers.SpectralNormalization(inner),
-        layers.SpectralNormalization(last, power_iterations=2),
-        layers.Softmax(),
-    )
+    yield layers.SpectralNormalization(last, power_iterations=2)
 
 
 def tied() -> keras.Model:
@@ -240,9 +214,8 @@ def with_positions() -> keras.Model:
     words = keras.Input((5,), dtype="int32")
     embedded = layers.Embedding(11, 4)(words)
     added = layers.Add()([embedded, PositionEmbedding()(embedded)])
-    return keras.Model(
-        words, layers.Dense(3, "softmax")(layers.Dense(4, "tanh")(added))
-    )
+    outputs = layers.Dense(3, "softmax")(layers.Dense(4, "tanh")(added))
+    return keras.Model(words, outputs)
 
 
 def tied_transformer() -> keras.Model:
@@ -266,7 +239,7 @@ def frozen() -> keras.Model:
 
 def quantized() -> keras.Model:
     """Frozen int8 kernels; only the last layer is trained."""
-    inner = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="tanh")])
+    inner = _stack(layers.Dense(8, "tanh"))
     inner.quantize("int8")
     return _stack(inner, layers.Dense(3, "softmax"))
 
@@ -290,10 +263,7 @@ class AddsLoss(layers.Layer):
 
     def call(self, inputs):
         squares = 0.05 * ops.square(inputs)
-        if self.reduction == "mean":
-            self.add_loss(ops.mean(squares))
-        else:
-            self.add_loss(ops.sum(squares))
+        self.add_loss(getattr(ops, self.reduction)(squares))
         return inputs
 
     def get_config(self):
@@ -337,12 +307,9 @@ class CountsCalls(layers.Layer):
     """Keeps an integer count of calls and a moving average of the input's mean."""
 
     def build(self, _):
-        self.calls = self.add_weight(
-            shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls"
-        )
-        self.average = self.add_weight(
-            shape=(), initializer="zeros", trainable=False, name="average"
-        )
+        options = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.calls = self.add_weight(dtype="int32", name="calls", **options)
+        self.average = self.add_weight(name="average", **options)
 
     def call(self, inputs, training=False):
         if training:
@@ -362,10 +329,6 @@ def stateful_layers() -> keras.Model:
     inputs = keras.Input((6,))
     twice = layers.Dense(6, "tanh")
     x = twice(twice(CountsCalls()(inputs)))
-    inner = layers.Dense(
-        8, "tanh", kernel_regularizer="l2", kernel_constraint="max_norm"
-    )
-    x = layers.SpectralNormalization(inner)(x)
-    last = layers.Dense(3, kernel_regularizer="l1", bias_constraint="non_neg")
-    x = layers.SpectralNormalization(last, power_iterations=2)(x)
+    for layer in _spectral_layers():
+        x = layer(x)
     return keras.Model(inputs, layers.Softmax()(x))

@@ -335,11 +335,7 @@ def _library() -> ctypes.PyDLL:
 
 
 def install(count: int = 1) -> None:
-    """Adds accelerators to this process.
-
-    Args:
-        count: int, their number.
-    """
+    """Adds accelerators to this process."""
     if not _library().register_devices(count):
         raise RuntimeError("This process has other devices of the type PrivateUse1.")
     # Registers what is left besides devices.

@@ -141,29 +141,45 @@ class Rows(keras.Model):
         self.built = True
 
     def call(self, x: Any) -> Any:
-        if self.masking is not None:
-            x = self.masking(x)
-        return self.dense(x)
+        return self.dense(x if self.masking is None else self.masking(x))
 
     def test_step(self, data: Any) -> Any:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         return self.function(self, x, y, weights)
 
 
+def read(model: Any) -> list[Any]:
+    return [v.value for v in model.trainable_variables]
+
+
+def step_of(use: Any, *makers: Any) -> Any:
+    """A maker of a step with the results of `use(model, x, y, *made)`, by number."""
+
+    def make() -> Any:
+        made = [each() for each in makers]
+
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            return {str(i): each for i, each in enumerate(use(model, x, y, *made))}
+
+        return step
+
+    return make
+
+
 def loss_and_gradients(model: Any, loss: Any) -> tuple[Any, list[Any]]:
     """A loss, and its gradients of a model's trainable variables."""
-    read = [v.value for v in model.trainable_variables]
+    values = read(model)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
         with tf.GradientTape() as tape:
             total = loss()
-        return total, tape.gradient(total, read)
+        return total, tape.gradient(total, values)
     import torch
 
     with torch.enable_grad():
         total = loss()
-        return total.detach(), list(torch.autograd.grad(total, read))
+        return total.detach(), list(torch.autograd.grad(total, values))
 
 
 def results(
@@ -187,8 +203,8 @@ def results(
     return dict(model.evaluate(x, y, sample_weight=weights, **options))
 
 
-def compared(*arguments: Any, count: int = 3, **options: Any) -> dict[str, Any]:
-    """The results of a step on several replicas, which are those of one device."""
+def compared(*arguments: Any, count: int = 3, **options: Any) -> None:
+    """Several replicas have the results of one device, of the same step."""
     expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments, **options)
     devices = [f"cpu:{i}" for i in range(count)]
     found = results(ks.MirroredStrategy(devices), *arguments, **options)
@@ -198,4 +214,3 @@ def compared(*arguments: Any, count: int = 3, **options: Any) -> dict[str, Any]:
         np.testing.assert_allclose(
             found[name], value, rtol=2e-5, atol=2e-6, err_msg=name
         )
-    return found

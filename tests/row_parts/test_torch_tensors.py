@@ -14,34 +14,16 @@ if keras.backend.backend() != "torch":
     pytest.skip("tensors of Torch", allow_module_level=True)
 
 import torch
-from row_parts.functions import TARGETS, X, compared
+from row_parts.functions import TARGETS, X, compared, read, step_of
 
 
-def _read(use: Any) -> Any:
-    """A step that uses outputs; of what it returns tensors and arrays are compared."""
-
-    def make() -> Any:
-        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
-            with torch.enable_grad():
-                found = use(model(x), model)
-            found = list(found) if isinstance(found, (tuple, list)) else [found]
-            return {
-                str(i): np.asarray(
-                    each.detach().numpy() if isinstance(each, torch.Tensor) else each,
-                    "float64",
-                )
-                for i, each in enumerate(found)
-            }
-
-        return step
-
-    return make
+def array(value: Any) -> np.ndarray:
+    is_tensor = isinstance(value, torch.Tensor)
+    return np.asarray(value.detach().numpy() if is_tensor else value, "float64")
 
 
 def gradients(model: Any, *losses: Any) -> list[Any]:
-    return list(
-        torch.autograd.grad(sum(losses), [v.value for v in model.trainable_variables])
-    )
+    return list(torch.autograd.grad(sum(losses), read(model)))
 
 
 def loss_of(outputs: Any) -> Any:
@@ -59,14 +41,10 @@ class Doubled(torch.autograd.Function):
 
 
 def of_traits(y: Any, model: Any) -> Any:
-    assert isinstance(y, torch.Tensor)
-    assert keras.ops.is_tensor(y)
-    assert y.requires_grad
-    assert not y.is_leaf
-    assert y.device == torch.device("cpu")
-    assert y.dtype == torch.float32
-    assert y.is_contiguous()
-    assert y.stride() == (5, 1)
+    assert isinstance(y, torch.Tensor) and keras.ops.is_tensor(y)
+    assert y.requires_grad and not y.is_leaf
+    assert y.device == torch.device("cpu") and y.dtype == torch.float32
+    assert y.is_contiguous() and y.stride() == (5, 1)
     assert y.ndim == y.dim() == 2
     return [len(y), *y.shape, y.numel(), y.nbytes, y.element_size()]
 
@@ -147,20 +125,17 @@ def of_layers(y: Any, model: Any) -> Any:
     return [again, *gradients(model, loss_of(again))]
 
 
-@pytest.mark.filterwarnings("ignore:A gradient through layer")
-@pytest.mark.parametrize(
-    "use",
-    [
-        of_traits,
-        of_operations,
-        of_numbers,
-        of_copies,
-        of_changes,
-        of_gradients,
-        of_several_paths,
-        of_second_order,
-        of_layers,
-    ],
+USES = (
+    *(of_traits, of_operations, of_numbers, of_copies, of_changes, of_gradients),
+    *(of_several_paths, of_second_order, of_layers),
 )
+
+
+@pytest.mark.filterwarnings("ignore:A gradient through layer")
+@pytest.mark.parametrize("use", USES)
 def test_uses(use: Any) -> None:
-    compared(_read(use), X, TARGETS["real"])
+    def arrays(model: Any, x: Any, y: Any) -> list[np.ndarray]:
+        with torch.enable_grad():
+            return list(map(array, use(model(x), model)))
+
+    compared(step_of(arrays), X, TARGETS["real"])

@@ -39,10 +39,6 @@ def _own(side: Side, dtype: str) -> Any:
     return side.cast(side.id("int32") - 1, dtype) if dtype == "bool" else side.id(dtype)
 
 
-def _created(side: Side, v: Any, dtype: str) -> Any:
-    return None
-
-
 def _assigned(side: Side, v: Any, dtype: str) -> Any:
     v.assign(side.tensor(8 if dtype != "bool" else False, dtype))
 
@@ -65,34 +61,25 @@ def _added_by_replicas(side: Side, v: Any, dtype: str) -> Any:
     side.run(add)
 
 
-def _read_by_replicas(side: Side, v: Any, dtype: str) -> Any:
-    return side.run(lambda: side.cast(v, "float32") + 0.0)
-
-
 def _added_in_a_function(side: Side, v: Any, dtype: str) -> Any:
-    def add() -> None:
-        v.assign_add(side.id(dtype))
-
     def call() -> Any:
-        side.run(add)
+        _added_by_replicas(side, v, dtype)
         return side.tensor(0)
 
     side.function(call)()
 
 
-def _reduced(side: Side, v: Any, dtype: str) -> Any:
-    return side.strategy.reduce("SUM", v, axis=None)
-
-
-CONTEXTS = {
-    "created": _created,
+CONTEXTS: dict[str, Callable[[Side, Any, str], Any]] = {
+    "created": lambda side, v, dtype: None,
     "assigned outside of run": _assigned,
     "added to outside of run": _added,
     "assigned in run": _assigned_by_replicas,
     "added to in run": _added_by_replicas,
-    "read in run": _read_by_replicas,
+    "read in run": lambda side, v, dtype: side.run(
+        lambda: side.cast(v, "float32") + 0.0
+    ),
     "added to in a function": _added_in_a_function,
-    "reduced": _reduced,
+    "reduced": lambda side, v, dtype: side.strategy.reduce("SUM", v, axis=None),
 }
 
 
@@ -157,13 +144,11 @@ def _gather(value: str, axis: int) -> Any:
 
 
 def _reduce_to(op: str, value: str) -> Any:
-    def run(side: Side) -> Any:
-        own = side.distribute.ReduceOp[op]
-        return side.value(
-            side.strategy.extended.reduce_to(own, VALUES[value](side), "cpu:0")
+    return lambda side: side.value(
+        side.strategy.extended.reduce_to(
+            side.distribute.ReduceOp[op], VALUES[value](side), "cpu:0"
         )
-
-    return run
+    )
 
 
 for _op, _value in itertools.product(("SUM", "MEAN"), VALUES):
@@ -252,14 +237,11 @@ def _(side: Side) -> Any:
 
 
 def _values(make: Callable[[Side, Any], Any]) -> Any:
-    def run(side: Side) -> Any:
-        strategy = side.strategy
-        values = strategy.experimental_distribute_values_from_function(
+    return lambda side: side.value(
+        side.strategy.experimental_distribute_values_from_function(
             lambda context: make(side, context.replica_id_in_sync_group)
         )
-        return side.value(values)
-
-    return run
+    )
 
 
 for _name, _make in {

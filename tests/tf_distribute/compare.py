@@ -35,14 +35,13 @@ def outcomes_of(name: str, pattern: str = "") -> dict[str, Any]:
     from tf_distribute.cases import CASES, outcome
 
     make = getattr(sides, name)
-    found = {}
-    for kind in KINDS:
-        side = make(kind)
-        for case, run in CASES.items():
-            full = f"{kind}, {case}"
-            if pattern in full:
-                found[full] = outcome(run, side)
-    return found
+    return {
+        f"{kind}, {case}": outcome(run, side)
+        for kind in KINDS
+        for side in [make(kind)]
+        for case, run in CASES.items()
+        if pattern in f"{kind}, {case}"
+    }
 
 
 def are_equal(one: Any, other: Any) -> bool:
@@ -53,33 +52,18 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) or isinstance(other, dict):
-        return (
-            isinstance(one, dict)
-            and isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(_same(one[key], other[key]) for key in one)
-        )
-    if isinstance(one, list) or isinstance(other, list):
-        return (
-            isinstance(one, list)
-            and isinstance(other, list)
-            and len(one) == len(other)
-            and all(map(_same, one, other))
-        )
-    if one is None or other is None:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if any(isinstance(each, (dict, list, type(None))) for each in (one, other)):
         return one is other
     return bool(np.isclose(float(one), float(other), rtol=1e-6))
 
 
-def recorded() -> dict[str, Any]:
-    """The outcomes under `tf.distribute`."""
-    return json.loads(RECORD.read_text())  # type: ignore[no-any-return]
-
-
 def differences(found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Cases with another outcome than under `tf.distribute`: theirs, and ours."""
-    theirs = recorded()
+    theirs = json.loads(RECORD.read_text())
     return {
         name: (theirs[name], own)
         for name, own in found.items()
@@ -89,9 +73,7 @@ def differences(found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 def text(outcome: Any) -> str:
     """An outcome in a line."""
-    if "error" in outcome:
-        return str(outcome["error"])
-    return json.dumps(outcome["value"])
+    return outcome["error"] if "error" in outcome else json.dumps(outcome["value"])
 
 
 def _in_a_process(side: str, pattern: str) -> dict[str, Any]:
@@ -101,7 +83,7 @@ def _in_a_process(side: str, pattern: str) -> dict[str, Any]:
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, check=True, timeout=1800
     )
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _serve(side: str, pattern: str) -> None:

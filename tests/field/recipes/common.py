@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 from harness.data import Data
-from keras import layers
+from keras import layers, ops
 
 
 def sgd(rate: float = 0.05) -> keras.optimizers.Optimizer:
@@ -43,27 +43,43 @@ def random_rows(rows: int, *shape: int, seed: int = 0) -> np.ndarray:
     return random.normal(size=(rows, *shape)).astype("float32")
 
 
-def perceptron(*units: int, inputs: int, name: str | None = None) -> keras.Model:
+def stack(shape: tuple[int, ...], *parts: Any, dtype: Any = None) -> keras.Model:
+    return keras.Sequential([keras.Input(shape, dtype=dtype), *parts])
+
+
+def perceptron(*units: int, inputs: int) -> keras.Model:
     """Dense layers, tanh between them."""
     hidden = [layers.Dense(n, activation="tanh") for n in units[:-1]]
-    last = layers.Dense(units[-1])
-    return keras.Sequential([keras.Input((inputs,)), *hidden, last], name=name)
+    return stack((inputs,), *hidden, layers.Dense(units[-1]))
 
 
 def convolutional(units: int, norm: bool = True) -> keras.Model:
     """An encoder of digits' images."""
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(4, 3, strides=2, padding="same"),
-            *([layers.BatchNormalization()] if norm else []),
-            layers.LeakyReLU(),
-            layers.Conv2D(8, 3, strides=2, padding="same"),
-            layers.LeakyReLU(),
-            layers.Flatten(),
-            layers.Dense(units),
-        ]
+    return stack(
+        (8, 8, 1),
+        layers.Conv2D(4, 3, strides=2, padding="same"),
+        *([layers.BatchNormalization()] if norm else []),
+        layers.LeakyReLU(),
+        layers.Conv2D(8, 3, strides=2, padding="same"),
+        layers.LeakyReLU(),
+        layers.Flatten(),
+        layers.Dense(units),
     )
+
+
+def crossentropy() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def losses_of(labels: Any, logits: Any) -> Any:
+    """The cross entropy of each label."""
+    of_each = keras.losses.sparse_categorical_crossentropy
+    return of_each(labels, logits, from_logits=True)
+
+
+def matched(similar: Any) -> Any:
+    """Cross entropies of each row's own column."""
+    return losses_of(ops.arange(ops.shape(similar)[0]), similar)
 
 
 def ready(model: Any, optimizer: Any = None, loss: Any = None, **given: Any) -> Any:

@@ -17,6 +17,7 @@ from field.recipes.common import (
     perceptron,
     ready,
     sgd,
+    stack,
 )
 from field.steps import StepModel, input_gradients
 
@@ -30,16 +31,14 @@ def binary(labels: Any, logits: Any) -> Any:
 
 def painter(noise: int = NOISE) -> keras.Model:
     """A generator of images (8, 8, 1)."""
-    return keras.Sequential(
-        [
-            keras.Input((noise,)),
-            layers.Dense(2 * 2 * 8),
-            layers.Reshape((2, 2, 8)),
-            layers.Conv2DTranspose(8, 4, strides=2, padding="same"),
-            layers.LeakyReLU(),
-            layers.Conv2DTranspose(1, 4, strides=2, padding="same"),
-            layers.Activation("sigmoid"),
-        ]
+    return stack(
+        (noise,),
+        layers.Dense(2 * 2 * 8),
+        layers.Reshape((2, 2, 8)),
+        layers.Conv2DTranspose(8, 4, strides=2, padding="same"),
+        layers.LeakyReLU(),
+        layers.Conv2DTranspose(1, 4, strides=2, padding="same"),
+        layers.Activation("sigmoid"),
     )
 
 
@@ -67,8 +66,7 @@ class GAN(StepModel):
     def noise(self, images: Any) -> Any:
         return keras.random.normal((ops.shape(images)[0], NOISE), seed=self.seed)
 
-    def step(self, data: Any) -> dict[str, Any]:
-        real = data
+    def step(self, real: Any) -> dict[str, Any]:
         fake = self.generator(self.noise(real), training=True)
         both = ops.concatenate([ops.stop_gradient(fake), real])
         rows = (ops.shape(real)[0], 1)
@@ -80,11 +78,10 @@ class GAN(StepModel):
         )
         code = self.noise(real)
         wanted = ops.zeros(rows)
-
-        def fooled() -> Any:
-            return binary(wanted, self.critic(self.generator(code, training=True)))
-
-        generator = self.minimize(fooled, self.generator.trainable_variables)
+        generator = self.minimize(
+            lambda: binary(wanted, self.critic(self.generator(code, training=True))),
+            self.generator.trainable_variables,
+        )
         return {"critic": critic, "generator": generator}
 
 
@@ -95,6 +92,16 @@ class Game(StepModel):
         super().__init__()
         self.generator, self.critic = generator, critic
         self.seed = keras.random.SeedGenerator(3)
+
+    def trained(self, caught: Any, fooled: Any) -> dict[str, Any]:
+        """One update of each player, by its loss."""
+        critic = self.minimize(caught, self.critic.trainable_variables)
+        generator = self.minimize(fooled, self.generator.trainable_variables)
+        return {"critic": critic, "generator": generator}
+
+    def judged(self, code: Any) -> Any:
+        """The generator's loss by the critic's answer."""
+        return -ops.mean(self.critic(self.generator(code, training=True)))
 
 
 class ConditionalGAN(Game):
@@ -113,24 +120,20 @@ class ConditionalGAN(Game):
         def caught() -> Any:
             fake = judged(self.generator(code, training=True))
             true = judged(real)
-            return binary(ops.ones_like(fake), fake) + binary(
-                ops.zeros_like(true), true
-            )
+            of_fake = binary(ops.ones_like(fake), fake)
+            return of_fake + binary(ops.zeros_like(true), true)
 
         def fooled() -> Any:
             fake = judged(self.generator(code, training=True))
             return binary(ops.zeros_like(fake), fake)
 
-        critic = self.minimize(caught, self.critic.trainable_variables)
-        generator = self.minimize(fooled, self.generator.trainable_variables)
-        return {"critic": critic, "generator": generator}
+        return self.trained(caught, fooled)
 
 
 class WassersteinGAN(Game):
     """Two steps of the critic with a gradient penalty, one of the generator."""
 
-    def step(self, data: Any) -> dict[str, Any]:
-        real = data
+    def step(self, real: Any) -> dict[str, Any]:
         shape = (ops.shape(real)[0], NOISE)
         for _ in range(2):
             code = keras.random.normal(shape, seed=self.seed)
@@ -146,8 +149,7 @@ class WassersteinGAN(Game):
 
             critic = self.minimize(loss, self.critic.trainable_variables)
         generator = self.minimize(
-            lambda: -ops.mean(self.critic(self.generator(code, training=True))),
-            self.generator.trainable_variables,
+            lambda: self.judged(code), self.generator.trainable_variables
         )
         return {"critic": critic, "generator": generator}
 
@@ -157,7 +159,6 @@ class HingeGAN(Game):
 
     def step(self, data: Any) -> dict[str, Any]:
         code = keras.random.normal((ops.shape(data)[0], NOISE), seed=self.seed)
-
         fake = ops.stop_gradient(self.generator(code, training=True))
         both = ops.concatenate([fake, data])
 
@@ -165,39 +166,25 @@ class HingeGAN(Game):
             # In one call: each call with `training=True` changes the kernels.
             found = self.critic(both, training=True)
             rows = ops.shape(data)[0]
-            return ops.mean(ops.relu(1 + found[:rows])) + ops.mean(
-                ops.relu(1 - found[rows:])
-            )
+            of_fake = ops.mean(ops.relu(1 + found[:rows]))
+            return of_fake + ops.mean(ops.relu(1 - found[rows:]))
 
-        critic = self.minimize(caught, self.critic.trainable_variables)
-        generator = self.minimize(
-            lambda: -ops.mean(self.critic(self.generator(code, training=True))),
-            self.generator.trainable_variables,
-        )
-        return {"critic": critic, "generator": generator}
+        return self.trained(caught, lambda: self.judged(code))
 
 
 def spectral_critic() -> keras.Model:
     normalized = layers.SpectralNormalization
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            normalized(layers.Conv2D(4, 3, strides=2, padding="same")),
-            layers.LeakyReLU(),
-            layers.Flatten(),
-            normalized(layers.Dense(1, kernel_regularizer="l2")),
-        ]
+    return stack(
+        (8, 8, 1),
+        normalized(layers.Conv2D(4, 3, strides=2, padding="same")),
+        layers.LeakyReLU(),
+        layers.Flatten(),
+        normalized(layers.Dense(1, kernel_regularizer="l2")),
     )
 
 
 class VAE(StepModel):
     """Samples between encoder and decoder; the loss is a sum over pixels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = convolutional(4, norm=False)
-        self.decoder = painter(2)
-        self.seed = keras.random.SeedGenerator(5)
 
     def step(self, data: Any) -> dict[str, Any]:
         noise = keras.random.normal((ops.shape(data)[0], 2), seed=self.seed)
@@ -212,7 +199,7 @@ class VAE(StepModel):
             )
             return error + divergence
 
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+        return self.minimized(loss)
 
 
 class Codebook(layers.Layer):
@@ -250,18 +237,11 @@ def autoencoder() -> keras.Model:
 class Denoiser(StepModel):
     """Removes noise that each step draws."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = keras.Sequential([convolutional(8), painter(8)])
-        self.seed = keras.random.SeedGenerator(11)
-
     def step(self, data: Any) -> dict[str, Any]:
         noise = 0.3 * keras.random.normal(ops.shape(data), seed=self.seed)
-
-        def loss() -> Any:
-            return ops.mean(ops.abs(self.net(data + noise, training=True) - data))
-
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+        return self.minimized(
+            lambda: ops.mean(ops.abs(self.net(data + noise, training=True) - data))
+        )
 
 
 class Diffusion(StepModel):
@@ -283,11 +263,10 @@ class Diffusion(StepModel):
         angle = 0.5 * 3.14159 * time
         signal, share = ops.cos(angle), ops.sin(angle)
         noisy = ops.concatenate([signal * images + share * noise, signal, share], -1)
-
-        def loss() -> Any:
-            return ops.mean(ops.square(self.net(noisy, training=True) - noise))
-
-        found = self.minimize(loss, self.net.trainable_variables)
+        found = self.minimize(
+            lambda: ops.mean(ops.square(self.net(noisy, training=True) - noise)),
+            self.net.trainable_variables,
+        )
         for slow, fast in zip(self.average.weights, self.net.weights, strict=True):
             slow.assign(0.9 * slow + 0.1 * fast)
         return {"objective": found}
@@ -296,38 +275,43 @@ class Diffusion(StepModel):
 class Flow(StepModel):
     """RealNVP: coupling layers with alternating masks, and the exact likelihood."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.nets = [perceptron(16, 16, inputs=8) for _ in range(4)]
-
-    def step(self, data: Any) -> dict[str, Any]:
-        points = ops.reshape(data, (-1, 64))[:, 16:24]
-
-        def loss() -> Any:
-            x, volume = points, 0.0
-            for number, net in enumerate(self.nets):
-                mask = (ops.arange(8) + number) % 2
-                mask = ops.cast(mask, "float32")[None]
-                found = net(x * mask)
-                scale, shift = ops.tanh(found[:, :8]), found[:, 8:]
-                x = x * mask + (1 - mask) * (x * ops.exp(scale) + shift)
-                volume = volume + ops.sum(scale * (1 - mask), axis=-1)
-            log_density = -0.5 * ops.sum(ops.square(x), axis=-1)
-            return -ops.mean(log_density + volume)
-
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+    def objective(self, data: Any) -> Any:
+        x, volume = ops.reshape(data, (-1, 64))[:, 16:24], 0.0
+        for number, net in enumerate(self.nets):
+            mask = (ops.arange(8) + number) % 2
+            mask = ops.cast(mask, "float32")[None]
+            found = net(x * mask)
+            scale, shift = ops.tanh(found[:, :8]), found[:, 8:]
+            x = x * mask + (1 - mask) * (x * ops.exp(scale) + shift)
+            volume = volume + ops.sum(scale * (1 - mask), axis=-1)
+        log_density = -0.5 * ops.sum(ops.square(x), axis=-1)
+        return -ops.mean(log_density + volume)
 
 
 def critic(channels: int = 1) -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, channels)),
-            layers.Conv2D(4, 3, strides=2, padding="same"),
-            layers.LeakyReLU(),
-            layers.Flatten(),
-            layers.Dense(1),
-        ]
+    return stack(
+        (8, 8, channels),
+        layers.Conv2D(4, 3, strides=2, padding="same"),
+        layers.LeakyReLU(),
+        layers.Flatten(),
+        layers.Dense(1),
     )
+
+
+def vae() -> keras.Model:
+    seed = keras.random.SeedGenerator(5)
+    parts = {"encoder": convolutional(4, norm=False), "decoder": painter(2)}
+    return ready(VAE(**parts, seed=seed), sgd(0.005))
+
+
+def denoiser() -> keras.Model:
+    net = keras.Sequential([convolutional(8), painter(8)])
+    return ready(Denoiser(net=net, seed=keras.random.SeedGenerator(11)))
+
+
+def flow() -> keras.Model:
+    nets = [perceptron(16, 16, inputs=8) for _ in range(4)]
+    return ready(Flow(nets=nets), sgd(0.01))
 
 
 def gan() -> keras.Model:
@@ -351,10 +335,10 @@ CASES = [
         lambda: ready(HingeGAN(spectral_critic(), painter())),
         images_only,
     ),
-    FieldCase("vae", lambda: ready(VAE(), sgd(0.005)), images_only),
+    FieldCase("vae", vae, images_only),
     FieldCase("vq_vae", vq_vae, images_twice),
     FieldCase("autoencoder", autoencoder, images_twice, tolerance=ADAM_TOLERANCE),
-    FieldCase("denoising", lambda: ready(Denoiser()), images_only),
+    FieldCase("denoising", denoiser, images_only),
     FieldCase("diffusion", lambda: ready(Diffusion()), images_only, small=True),
-    FieldCase("real_nvp", lambda: ready(Flow(), sgd(0.01)), images_only),
+    FieldCase("real_nvp", flow, images_only),
 ]

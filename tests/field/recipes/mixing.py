@@ -15,17 +15,9 @@ from harness.data import Data
 from keras import layers, ops
 
 from field.compare import FieldCase
-from field.recipes.common import digits, images_only, ready, sgd
+from field.recipes.common import crossentropy, digits, images_only, ready, sgd, stack
 from field.recipes.generative import HingeGAN, painter
-from field.recipes.sequences import (
-    LENGTH,
-    VOCABULARY,
-    Block,
-    Positions,
-    crossentropy,
-    judged,
-    words,
-)
+from field.recipes.sequences import LENGTH, VOCABULARY, Block, Positions, judged, words
 
 
 class SwitchExperts(layers.Layer):
@@ -43,22 +35,16 @@ class SwitchExperts(layers.Layer):
     def build(self, shape: Any) -> None:
         self.router.build((None, shape[-1]))
         options = {"initializer": "glorot_uniform"}
-        self.inner = self.add_weight(
-            shape=(self.experts, shape[-1], self.width), **options
-        )
-        self.outer = self.add_weight(
-            shape=(self.experts, self.width, shape[-1]), **options
-        )
+        inner, outer = (shape[-1], self.width), (self.width, shape[-1])
+        self.inner = self.add_weight(shape=(self.experts, *inner), **options)
+        self.outer = self.add_weight(shape=(self.experts, *outer), **options)
 
     def call(self, inputs: Any) -> Any:
         tokens = ops.reshape(inputs, (-1, inputs.shape[-1]))
         chance = ops.softmax(self.router(tokens))
         chosen = ops.one_hot(ops.argmax(chance, axis=-1), self.experts)
-        self.add_loss(
-            0.1
-            * self.experts
-            * ops.sum(ops.mean(chosen, axis=0) * ops.mean(chance, axis=0))
-        )
+        balance = ops.sum(ops.mean(chosen, axis=0) * ops.mean(chance, axis=0))
+        self.add_loss(0.1 * self.experts * balance)
         place = ops.cumsum(chosen, axis=0) * chosen
         slots = ops.arange(1, self.capacity + 1, dtype=place.dtype)
         dispatch = ops.cast(place[..., None] == slots, place.dtype)
@@ -119,17 +105,15 @@ class MinibatchDeviation(layers.Layer):
 
 
 def style_critic() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(4, 3, strides=2, padding="same"),
-            layers.LeakyReLU(),
-            MinibatchDeviation(),
-            layers.Conv2D(4, 3, padding="same"),
-            layers.LeakyReLU(),
-            layers.Flatten(),
-            layers.Dense(1),
-        ]
+    return stack(
+        (8, 8, 1),
+        layers.Conv2D(4, 3, strides=2, padding="same"),
+        layers.LeakyReLU(),
+        MinibatchDeviation(),
+        layers.Conv2D(4, 3, padding="same"),
+        layers.LeakyReLU(),
+        layers.Flatten(),
+        layers.Dense(1),
     )
 
 
@@ -160,20 +144,16 @@ def captcha_reader() -> keras.Model:
 
 def augmented() -> keras.Model:
     """Augmentation layers before a small network, as in guides of Keras."""
-    return ready(
-        keras.Sequential(
-            [
-                keras.Input((8, 8, 1)),
-                layers.RandomFlip("horizontal", seed=1),
-                layers.RandomContrast(0.2, seed=2),
-                layers.Conv2D(4, 3, activation="relu"),
-                layers.Flatten(),
-                layers.Dropout(0.2, seed=3),
-                layers.Dense(10),
-            ]
-        ),
-        loss=crossentropy(),
+    model = stack(
+        (8, 8, 1),
+        layers.RandomFlip("horizontal", seed=1),
+        layers.RandomContrast(0.2, seed=2),
+        layers.Conv2D(4, 3, activation="relu"),
+        layers.Flatten(),
+        layers.Dropout(0.2, seed=3),
+        layers.Dense(10),
     )
+    return ready(model, loss=crossentropy())
 
 
 def captions(rows: int) -> Data:

@@ -12,13 +12,14 @@ from keras import layers, ops
 from field.compare import FieldCase
 from field.recipes.common import (
     convolutional,
+    crossentropy,
     digits,
+    losses_of,
     perceptron,
     random_rows,
     ready,
     sgd,
 )
-from field.recipes.sequences import crossentropy
 from field.steps import StepModel, input_gradients, value_and_gradients
 
 
@@ -33,10 +34,7 @@ class Classifier(StepModel):
         return self.net(x, training=training)
 
     def loss_of(self, x: Any, y: Any) -> Any:
-        losses = keras.losses.sparse_categorical_crossentropy(
-            y, self(x, training=True), from_logits=True
-        )
-        return ops.mean(losses)
+        return ops.mean(losses_of(y, self(x, training=True)))
 
 
 class Accumulates(Classifier):
@@ -100,7 +98,10 @@ def gradient_centralization() -> keras.Model:
 
 
 class Adversarial(Classifier):
-    """Trains on images moved along the sign of the loss's gradient (FGSM)."""
+    """Trains on images moved along the sign of the loss's gradient (FGSM).
+
+    It also has variables without a gradient, those of another network.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,11 +112,7 @@ class Adversarial(Classifier):
         # Smooth, because signs of gradients near zero are no rounding.
         slopes = ops.stop_gradient(input_gradients(lambda x: self.loss_of(x, y), x))
         worse = x + 0.1 * ops.tanh(100.0 * slopes)
-
-        def loss() -> Any:
-            return self.loss_of(x, y) + self.loss_of(worse, y)
-
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+        return self.minimized(lambda: self.loss_of(x, y) + self.loss_of(worse, y))
 
 
 class Dream(StepModel):
@@ -127,16 +124,12 @@ class Dream(StepModel):
         self.net.trainable = False
         self.change = self.add_weight(shape=(1, 8, 8, 1), initializer="random_normal")
 
-    def step(self, data: Any) -> dict[str, Any]:
+    def objective(self, data: Any) -> Any:
         x, y = data
-
-        def loss() -> Any:
-            image = x + self.change
-            excited = ops.take_along_axis(self.net(image), y[:, None], axis=1)
-            rough = ops.mean(ops.square(image[:, 1:] - image[:, :-1]))
-            return rough - ops.mean(ops.square(excited))
-
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+        image = x + self.change
+        excited = ops.take_along_axis(self.net(image), y[:, None], axis=1)
+        rough = ops.mean(ops.square(image[:, 1:] - image[:, :-1]))
+        return rough - ops.mean(ops.square(excited))
 
 
 class Mixup(Classifier):
@@ -161,16 +154,11 @@ class Mixup(Classifier):
             )
             return ops.mean(losses)
 
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+        return self.minimized(loss)
 
 
 class PPO(StepModel):
     """A clipped policy update and a critic, each with its own loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.actor = perceptron(16, 3, inputs=6)
-        self.critic = perceptron(16, 1, inputs=6)
 
     def step(self, data: Any) -> dict[str, Any]:
         x, _ = data
@@ -217,23 +205,26 @@ class ActorCritic(StepModel):
         self.actor.build((None, 8))
         self.critic.build((None, 8))
 
-    def step(self, data: Any) -> dict[str, Any]:
+    def objective(self, data: Any) -> Any:
         x, _ = data
         rows = ops.shape(x["reward"])[0]
         apart = ops.arange(rows)[None] - ops.arange(rows)[:, None]
         apart = ops.cast(apart, "float32")
         discount = ops.where(apart >= 0, 0.9 ** ops.maximum(apart, 0.0), 0.0)
         returns = ops.sum(discount * x["reward"][None], axis=1)
+        hidden = self.body(x["observation"])
+        chances = ops.log_softmax(self.actor(hidden))
+        taken = ops.take_along_axis(chances, x["action"][:, None], axis=1)[:, 0]
+        better = returns - self.critic(hidden)[:, 0]
+        actor = -ops.sum(taken * ops.stop_gradient(better))
+        return actor + ops.sum(ops.square(better))
 
-        def loss() -> Any:
-            hidden = self.body(x["observation"])
-            chances = ops.log_softmax(self.actor(hidden))
-            taken = ops.take_along_axis(chances, x["action"][:, None], axis=1)[:, 0]
-            better = returns - self.critic(hidden)[:, 0]
-            actor = -ops.sum(taken * ops.stop_gradient(better))
-            return actor + ops.sum(ops.square(better))
 
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+def ppo() -> keras.Model:
+    nets = {
+        name: perceptron(16, n, inputs=6) for name, n in (("actor", 3), ("critic", 1))
+    }
+    return ready(PPO(**nets))
 
 
 CASES = [
@@ -243,6 +234,6 @@ CASES = [
     FieldCase("adversarial", lambda: ready(Adversarial()), digits),
     FieldCase("dream", lambda: ready(Dream(), sgd(1.0)), digits),
     FieldCase("mixup", lambda: ready(Mixup()), digits),
-    FieldCase("ppo", lambda: ready(PPO()), episodes),
+    FieldCase("ppo", ppo, episodes),
     FieldCase("actor_critic", lambda: ready(ActorCritic(), sgd(0.01)), episodes),
 ]

@@ -10,7 +10,15 @@ from harness.data import Data
 from keras import layers, ops
 
 from field.compare import FieldCase
-from field.recipes.common import convolutional, digits, ready, sgd
+from field.recipes.common import (
+    convolutional,
+    crossentropy,
+    digits,
+    losses_of,
+    matched,
+    ready,
+    sgd,
+)
 from field.steps import StepModel
 
 
@@ -39,34 +47,22 @@ def unit(vectors: Any) -> Any:
     return vectors / ops.sqrt(ops.sum(ops.square(vectors), -1, keepdims=True) + 1e-6)
 
 
-def matched(similar: Any) -> Any:
-    """Cross entropy of each row's own column."""
-    rows = ops.arange(ops.shape(similar)[0])
-    losses = keras.losses.sparse_categorical_crossentropy(
-        rows, similar, from_logits=True
-    )
-    return ops.mean(losses)
+def dense(units: int) -> keras.layers.Layer:
+    """A layer of vectors of eight numbers."""
+    layer = layers.Dense(units)
+    layer.build((None, 8))
+    return layer
 
 
 class SimCLR(StepModel):
     """Both views of an image are to be most similar among the batch's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = convolutional(8)
-        self.projection = layers.Dense(4)
-        self.projection.build((None, 8))
-
-    def step(self, data: Any) -> dict[str, Any]:
+    def objective(self, data: Any) -> Any:
         x, _ = data
-
-        def loss() -> Any:
-            a = unit(self.projection(self.encoder(x["a"], training=True)))
-            b = unit(self.projection(self.encoder(x["b"], training=True)))
-            similar = ops.matmul(a, ops.transpose(b)) / 0.5
-            return matched(similar) + matched(ops.transpose(similar))
-
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+        a = unit(self.projection(self.encoder(x["a"], training=True)))
+        b = unit(self.projection(self.encoder(x["b"], training=True)))
+        similar = ops.matmul(a, ops.transpose(b)) / 0.5
+        return ops.mean(matched(similar)) + ops.mean(matched(ops.transpose(similar)))
 
 
 class SupervisedContrastive(keras.losses.Loss):
@@ -88,22 +84,13 @@ def supervised_contrastive() -> keras.Model:
 class MetricLearning(StepModel):
     """Similarities of anchors and positives of the batch are logits."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = convolutional(8)
-
     def call(self, x: Any, training: bool = False) -> Any:
         return unit(self.encoder(x, training=training))
 
-    def step(self, data: Any) -> dict[str, Any]:
+    def objective(self, data: Any) -> Any:
         x, _ = data
-
-        def loss() -> Any:
-            anchors = self(x["a"], training=True)
-            positives = self(x["b"], training=True)
-            return matched(ops.einsum("ae,pe->ap", anchors, positives) / 0.2)
-
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+        anchors, positives = self(x["a"], training=True), self(x["b"], training=True)
+        return ops.mean(matched(ops.einsum("ae,pe->ap", anchors, positives) / 0.2))
 
 
 def siamese() -> keras.Model:
@@ -122,21 +109,14 @@ def siamese() -> keras.Model:
 
 
 class Triplet(StepModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = convolutional(6)
-
-    def step(self, data: Any) -> dict[str, Any]:
-        def loss() -> Any:
-            anchor, same, other = (
-                self.encoder(data[key], training=True)
-                for key in ("anchor", "same", "other")
-            )
-            near = ops.sum(ops.square(anchor - same), axis=-1)
-            far = ops.sum(ops.square(anchor - other), axis=-1)
-            return ops.mean(ops.relu(near - far + 0.5))
-
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+    def objective(self, data: Any) -> Any:
+        anchor, same, other = (
+            self.encoder(data[key], training=True)
+            for key in ("anchor", "same", "other")
+        )
+        near = ops.sum(ops.square(anchor - same), axis=-1)
+        far = ops.sum(ops.square(anchor - other), axis=-1)
+        return ops.mean(ops.relu(near - far + 0.5))
 
 
 class Distiller(keras.Model):
@@ -165,11 +145,6 @@ class Distiller(keras.Model):
         return 0.3 * hard + 0.7 * 9.0 * ops.mean(taught)
 
 
-def distillation() -> keras.Model:
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return ready(Distiller(), loss=loss, metrics=["accuracy"])
-
-
 class Byol(StepModel):
     """A predictor of what a slowly following encoder makes of the other view."""
 
@@ -178,8 +153,7 @@ class Byol(StepModel):
         self.online, self.target = convolutional(8), convolutional(8)
         self.target.set_weights(self.online.get_weights())
         self.target.trainable = False
-        self.predictor = layers.Dense(8)
-        self.predictor.build((None, 8))
+        self.predictor = dense(8)
 
     def step(self, data: Any) -> dict[str, Any]:
         x, _ = data
@@ -226,51 +200,33 @@ class Queue(StepModel):
 class Consistency(StepModel):
     """Weakly and strongly changed images are to have one answer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = convolutional(10)
-        self.seed = keras.random.SeedGenerator(8)
-
     def step(self, data: Any) -> dict[str, Any]:
         x, y = data
         strong = x + 0.5 * keras.random.normal(ops.shape(x), seed=self.seed)
 
         def loss() -> Any:
             weak = self.net(x, training=True)
-            hard = keras.losses.sparse_categorical_crossentropy(
-                y, weak, from_logits=True
-            )
+            hard = losses_of(y, weak)
             answer = ops.stop_gradient(ops.softmax(weak))
             other = ops.softmax(self.net(strong, training=True))
             apart = keras.losses.kl_divergence(answer, other)
             return ops.mean(hard) + ops.mean(apart)
 
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+        return self.minimized(loss)
 
 
 class SelfTraining(StepModel):
     """Confident answers become labels of the rows that have none (label -1)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = convolutional(10, norm=False)
-
-    def step(self, data: Any) -> dict[str, Any]:
+    def objective(self, data: Any) -> Any:
         x, y = data
-
-        def loss() -> Any:
-            logits = self.net(x, training=True)
-            chance = ops.stop_gradient(ops.softmax(logits))
-            sure = ops.cast(ops.max(chance, axis=-1) > 0.102, "float32")
-            given = ops.cast(y >= 0, "float32")
-            labels = ops.where(y >= 0, y, ops.cast(ops.argmax(chance, -1), y.dtype))
-            losses = keras.losses.sparse_categorical_crossentropy(
-                labels, logits, from_logits=True
-            )
-            use = ops.maximum(given, sure)
-            return ops.sum(use * losses) / (ops.sum(use) + 1e-6)
-
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+        logits = self.net(x, training=True)
+        chance = ops.stop_gradient(ops.softmax(logits))
+        sure = ops.cast(ops.max(chance, axis=-1) > 0.102, "float32")
+        given = ops.cast(y >= 0, "float32")
+        labels = ops.where(y >= 0, y, ops.cast(ops.argmax(chance, -1), y.dtype))
+        use = ops.maximum(given, sure)
+        return ops.sum(use * losses_of(labels, logits)) / (ops.sum(use) + 1e-6)
 
 
 def half_labelled(rows: int) -> Data:
@@ -283,21 +239,41 @@ def unit_vectors() -> keras.Model:
     images = keras.Input((8, 8, 1))
     vectors = convolutional(4)(images)
     vectors = layers.ActivityRegularization(l2=0.01)(vectors)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model = keras.Model(images, layers.Dense(10)(layers.UnitNormalization()(vectors)))
-    return ready(model, loss=loss)
+    return ready(model, loss=crossentropy())
+
+
+def simclr() -> keras.Model:
+    return ready(SimCLR(encoder=convolutional(8), projection=dense(4)))
+
+
+def distillation() -> keras.Model:
+    return ready(Distiller(), loss=crossentropy(), metrics=["accuracy"])
+
+
+def consistency() -> keras.Model:
+    seed = keras.random.SeedGenerator(8)
+    return ready(Consistency(net=convolutional(10), seed=seed))
+
+
+def self_training() -> keras.Model:
+    return ready(SelfTraining(net=convolutional(10, norm=False)), sgd(0.1))
 
 
 CASES = [
-    FieldCase("simclr", lambda: ready(SimCLR()), views),
+    FieldCase("simclr", simclr, views),
     FieldCase("supervised_contrastive", supervised_contrastive, digits),
-    FieldCase("metric_learning", lambda: ready(MetricLearning()), views),
+    FieldCase(
+        "metric_learning",
+        lambda: ready(MetricLearning(encoder=convolutional(8))),
+        views,
+    ),
     FieldCase("siamese", siamese, pairs),
-    FieldCase("triplet", lambda: ready(Triplet()), triplets),
+    FieldCase("triplet", lambda: ready(Triplet(encoder=convolutional(6))), triplets),
     FieldCase("distillation", distillation, digits),
     FieldCase("byol", lambda: ready(Byol()), views),
     FieldCase("moco_queue", lambda: ready(Queue()), views),
-    FieldCase("consistency", lambda: ready(Consistency()), digits),
-    FieldCase("self_training", lambda: ready(SelfTraining(), sgd(0.1)), half_labelled),
+    FieldCase("consistency", consistency, digits),
+    FieldCase("self_training", self_training, half_labelled),
     FieldCase("unit_vectors", unit_vectors, digits),
 ]

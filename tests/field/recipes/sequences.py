@@ -11,7 +11,7 @@ from harness.training import ADAM_TOLERANCE
 from keras import layers, ops
 
 from field.compare import FieldCase
-from field.recipes.common import digits, ready, sgd
+from field.recipes.common import crossentropy, digits, losses_of, ready, sgd, stack
 from field.steps import StepModel
 
 VOCABULARY, LENGTH = 20, 6
@@ -43,10 +43,6 @@ def seq2seq() -> keras.Model:
     both = layers.Concatenate()([decoded, seen])
     model = keras.Model({"source": source, "target": target}, layers.Dense(20)(both))
     return ready(model, sgd(0.2), crossentropy(), metrics=["accuracy"])
-
-
-def crossentropy() -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 class Block(layers.Layer):
@@ -105,10 +101,7 @@ class MaskedLM(StepModel):
         x, y, weight = data
 
         def loss() -> Any:
-            logits = self.net(x, training=True)
-            losses = keras.losses.sparse_categorical_crossentropy(
-                y, logits, from_logits=True
-            )
+            losses = losses_of(y, self.net(x, training=True))
             return ops.sum(losses * weight) / ops.sum(weight)
 
         found = self.minimize(loss, self.trainable_variables)
@@ -171,14 +164,9 @@ def three_targets(rows: int) -> Data:
 
 def stateful_rnn() -> keras.Model:
     """States that go on from batch to batch, so batches are of one size."""
-    model = keras.Sequential(
-        [
-            keras.Input(batch_shape=(4, 8, 1)),
-            layers.LSTM(6, stateful=True),
-            layers.Dense(1),
-        ]
-    )
-    return ready(model, loss="mse")
+    inputs = keras.Input(batch_shape=(4, 8, 1))
+    parts = [inputs, layers.LSTM(6, stateful=True), layers.Dense(1)]
+    return ready(keras.Sequential(parts), loss="mse")
 
 
 def spoken(rows: int) -> Data:
@@ -189,25 +177,19 @@ def spoken(rows: int) -> Data:
 
 
 def ctc() -> keras.Model:
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8)),
-            layers.Bidirectional(layers.GRU(6, return_sequences=True)),
-            layers.Dense(5),
-        ]
-    )
+    speech = layers.Bidirectional(layers.GRU(6, return_sequences=True))
+    model = stack((8, 8), speech, layers.Dense(5))
     return ready(model, sgd(0.02), keras.losses.CTC())
 
 
 def bidirectional() -> keras.Model:
     """A text's class by two LSTMs, one in each direction."""
-    model = keras.Sequential(
-        [
-            keras.Input((LENGTH,), dtype="int32"),
-            layers.Embedding(VOCABULARY, 8, mask_zero=True),
-            layers.Bidirectional(layers.LSTM(6)),
-            layers.Dense(1),
-        ]
+    model = stack(
+        (LENGTH,),
+        layers.Embedding(VOCABULARY, 8, mask_zero=True),
+        layers.Bidirectional(layers.LSTM(6)),
+        layers.Dense(1),
+        dtype="int32",
     )
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
     return ready(model, sgd(0.2), loss, metrics=["accuracy"])

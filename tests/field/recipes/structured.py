@@ -10,11 +10,13 @@ from harness.data import Data
 from keras import layers, ops
 
 from field.compare import FieldCase
-from field.recipes.common import digits, random_rows, ready, sgd
-from field.recipes.sequences import Block, Positions, crossentropy
+from field.recipes.common import crossentropy, digits, matched, random_rows, ready, sgd
+from field.recipes.sequences import Block, Positions
 from field.steps import StepModel
 
 NODES, EDGES = 12, 30
+#: How many of them there are.
+IDS = {"user": 30, "item": 20, "day": 7}
 
 
 # --- Graphs -------------------------------------------------------------------
@@ -108,14 +110,8 @@ class Cross(layers.Layer):
 
 
 def deep_and_cross() -> keras.Model:
-    ids = {
-        name: keras.Input((1,), dtype="int32", name=name)
-        for name in ("user", "item", "day")
-    }
-    sizes = {"user": 30, "item": 20, "day": 7}
-    rows = [
-        layers.Flatten()(layers.Embedding(sizes[name], 4)(i)) for name, i in ids.items()
-    ]
+    ids = {name: keras.Input((1,), dtype="int32", name=name) for name in IDS}
+    rows = [layers.Flatten()(layers.Embedding(IDS[n], 4)(i)) for n, i in ids.items()]
     first = layers.Concatenate()(rows)
     crossed = Cross()([first, Cross()([first, first])])
     deep = layers.Dense(8, "relu")(layers.Dense(8, "relu")(first))
@@ -127,10 +123,7 @@ def deep_and_cross() -> keras.Model:
 
 def clicks(rows: int) -> Data:
     random = np.random.default_rng(3)
-    x = {
-        name: random.integers(0, size, (rows, 1)).astype("int32")
-        for name, size in (("user", 30), ("item", 20), ("day", 7))
-    }
+    x = {n: random.integers(0, s, (rows, 1)).astype("int32") for n, s in IDS.items()}
     return Data(x, random.integers(0, 2, (rows, 1)).astype("float32"))
 
 
@@ -144,20 +137,10 @@ class TwoTowers(StepModel):
         self.users.build((None,))
         self.items.build((None,))
 
-    def step(self, data: Any) -> dict[str, Any]:
+    def objective(self, data: Any) -> Any:
         x, _ = data
-
-        def loss() -> Any:
-            users = self.users(x["user"][:, 0])
-            items = self.items(x["item"][:, 0])
-            scores = ops.matmul(users, ops.transpose(items)) / 0.1
-            rows = ops.arange(ops.shape(scores)[0])
-            losses = keras.losses.sparse_categorical_crossentropy(
-                rows, scores, from_logits=True
-            )
-            return ops.sum(losses)
-
-        return {"objective": self.minimize(loss, self.trainable_variables)}
+        users, items = self.users(x["user"][:, 0]), self.items(x["item"][:, 0])
+        return ops.sum(matched(ops.matmul(users, ops.transpose(items)) / 0.1))
 
 
 # --- Mixtures of experts ------------------------------------------------------
@@ -244,12 +227,12 @@ def measured(rows: int) -> Data:
     return Data(x, x[:, :1] * x[:, 1:2] + 0.1 * random_rows(rows, 1, seed=1))
 
 
-def node_classifier() -> keras.Model:
-    return ready(NodeClassifier(), loss=crossentropy())
-
-
 CASES = [
-    FieldCase("graph_nodes", node_classifier, node_numbers),
+    FieldCase(
+        "graph_nodes",
+        lambda: ready(NodeClassifier(), loss=crossentropy()),
+        node_numbers,
+    ),
     FieldCase("graph_per_batch", whole_graphs, node_numbers, feed=graphs),
     FieldCase("deep_and_cross", deep_and_cross, clicks),
     FieldCase("two_towers", lambda: ready(TwoTowers()), clicks),
