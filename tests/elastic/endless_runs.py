@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,7 @@ class States:
     def of(self, index: int) -> tuple[int, int, int]:
         """Generation, number of workers, and steps of a worker."""
         path = self.folder / f"{index}.state"
-        generation, count, steps = (
-            json.loads(path.read_text()) if path.exists() else (-1, 0, 0)
-        )
-        return generation, count, steps
+        return tuple(json.loads(path.read_text())) if path.exists() else (-1, 0, 0)
 
     def are_together(self, workers: set[int]) -> bool:
         """Whether these workers, and no others, have taken steps together."""
@@ -104,13 +102,20 @@ class Run:
         self.workers[index] = self._start(index)
 
     def wait_until_together(self, workers: set[int]) -> None:
-        def together() -> bool:
+        self.wait_until(
+            lambda: self.states.are_together(workers), f"{workers} train together"
+        )
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        """Waits while all workers run; an error has what they have printed."""
+
+        def holds_and_all_run() -> bool:
             for worker in self.workers:
                 assert worker.ended() is None, self.text()
-            return self.states.are_together(workers)
+            return holds()
 
         try:
-            wait_until(together, f"{workers} train together")
+            wait_until(holds_and_all_run, what)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.text()}") from error
 

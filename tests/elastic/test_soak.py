@@ -9,37 +9,21 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from elastic.elastic_until_stopped import PLACES, SILENCE
 from elastic.endless_runs import WORKERS, Run
-from harness.forker import Forker
-from harness.processes import lead_process, wait_until
+from harness.processes import lead_process
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
 #: Seconds for one event and what follows from it.
 SECONDS = 120
-EVENTS = (
-    "kill",
-    "stop",
-    "kill the chief",
-    "stop the chief",
-    "pair",
-    "stop the lead",
-    *PLACES,
-)
+CHIEFS = ("kill the chief", "stop the chief")
+EVENTS = ("kill", "stop", *CHIEFS, "pair", "stop the lead", *PLACES)
 #: Trainings, with a seed each, and events of each.
 TRAININGS, EVENTS_OF_EACH = 15, 20
-
-
-@pytest.fixture
-def run(forker: Forker, tmp_path: Path) -> Iterator[Run]:
-    made = Run(forker, tmp_path, None)
-    yield made
-    made.close()
 
 
 class Soak:
@@ -103,18 +87,12 @@ class Soak:
         begun = time.monotonic()
 
         def are_together() -> bool:
-            for worker in self._run.workers:
-                assert worker.ended() is None, self._run.text()
             last = self._last_steps()
             generations = {generation for _, generation, _, _ in last}
-            return (
-                len(last) == WORKERS and min(last)[0] > begun and len(generations) == 1
-            )
+            are_all = len(last) == WORKERS and len(generations) == 1
+            return are_all and min(last)[0] > begun
 
-        try:
-            wait_until(are_together, "the workers train together")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self._run.text()}") from error
+        self._run.wait_until(are_together, "the workers train together")
 
     def _last_steps(self) -> list[tuple[float, int, int, int]]:
         """The last line of each worker that has taken a step."""
