@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -102,20 +101,13 @@ class Run:
         self.workers[index] = self._start(index)
 
     def wait_until_together(self, workers: set[int]) -> None:
-        self.wait_until(
-            lambda: self.states.are_together(workers), f"{workers} train together"
-        )
-
-    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
-        """Waits while all workers run; an error has what they have printed."""
-
-        def holds_and_all_run() -> bool:
+        def together() -> bool:
             for worker in self.workers:
                 assert worker.ended() is None, self.text()
-            return holds()
+            return self.states.are_together(workers)
 
         try:
-            wait_until(holds_and_all_run, what)
+            wait_until(together, f"{workers} train together")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.text()}") from error
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from elastic.elastic_until_stopped import PLACES, SILENCE
 from elastic.endless_runs import WORKERS, Run
-from harness.processes import lead_process
+from harness.processes import lead_process, wait_until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
@@ -87,12 +87,18 @@ class Soak:
         begun = time.monotonic()
 
         def are_together() -> bool:
+            for worker in self._run.workers:
+                assert worker.ended() is None, self._run.text()
             last = self._last_steps()
             generations = {generation for _, generation, _, _ in last}
-            are_all = len(last) == WORKERS and len(generations) == 1
-            return are_all and min(last)[0] > begun
+            return (
+                len(last) == WORKERS and min(last)[0] > begun and len(generations) == 1
+            )
 
-        self._run.wait_until(are_together, "the workers train together")
+        try:
+            wait_until(are_together, "the workers train together")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._run.text()}") from error
 
     def _last_steps(self) -> list[tuple[float, int, int, int]]:
         """The last line of each worker that has taken a step."""

@@ -45,11 +45,14 @@ def tf_distribute(fault: str = "") -> None:
     import tensorflow as tf
 
     names = [each.name for each in tf.config.list_logical_devices("CPU")]
-    scope: Any = contextlib.nullcontext()
+    strategy: Any = contextlib.nullcontext()
     if len(names) > 1:
-        scope = tf.distribute.MirroredStrategy(names).scope()
-    with scope:
+        strategy = tf.distribute.MirroredStrategy(names)
+    with strategy.scope() if len(names) > 1 else strategy:
         model = model_of(fault, len(names))
-    own, rows = data(), 19 if fault == "uneven" else 16
-    own |= {"x": own["x"][:rows], "y": own["y"][:rows]}
+    own = data()
+    if fault != "uneven":
+        own |= {"x": own["x"][:16], "y": own["y"][:16]}
+    else:
+        own |= {"x": own["x"][:19], "y": own["y"][:19]}
     model.fit(**own, epochs=2)

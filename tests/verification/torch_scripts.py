@@ -61,7 +61,10 @@ def with_sampler() -> None:
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
     dist.init_process_group("gloo")
-    rows = TensorDataset(*rows_of_16())
+    random = np.random.default_rng(0)
+    rows = TensorDataset(
+        *(torch.tensor(random.normal(size=(16, n))).float() for n in (6, 1))
+    )
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(6, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -114,20 +117,14 @@ def log(loss: Any, errors: Any, total: int, count: int, fault: str) -> None:
     import keras_strategies as ks
 
     value = errors.detach().sum() / total
-    if fault == "summed_log":
-        value = errors.detach().mean()
     if fault == "own_log":
         value = value * count
+    elif fault == "summed_log":
+        value = errors.detach().mean()
+        dist.all_reduce(value)
     else:
         dist.all_reduce(value)
     ks.observe(error=value)
-
-
-def rows_of_16() -> list[Any]:
-    import torch
-
-    random = np.random.default_rng(0)
-    return [torch.tensor(random.normal(size=(16, n))).float() for n in (6, 1)]
 
 
 def of_accelerate(fault: str = "") -> None:
@@ -161,11 +158,13 @@ def prepared(count: int, fault: str) -> tuple[Any, Any, Any]:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
+    random = np.random.default_rng(0)
+    rows = [torch.tensor(random.normal(size=(16, n))).float() for n in (6, 1)]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 1))
     rate = 0.1 * count if fault == "scaled_rate" else 0.1
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-    return model, optimizer, DataLoader(TensorDataset(*rows_of_16()), 8 // count)
+    return model, optimizer, DataLoader(TensorDataset(*rows), 8 // count)
 
 
 def steps(model: Any, optimizer: Any, loader: Any, backward: Any) -> None:
