@@ -67,9 +67,12 @@ def fit(
     try:
         # Each snapshot waits for the one before, so that steps are lost by rule.
         with mock.patch.object(SnapshotWriter, "is_busy", False):
-            given = [resume, *callbacks, interruption]
-            options |= {"verbose": 0, "callbacks": given}
-            history = model.fit(**arguments, **options).history
+            history = model.fit(
+                **arguments,
+                **options,
+                verbose=0,
+                callbacks=[resume, *callbacks, interruption],
+            ).history
     except Interrupted:
         history = {}
     finally:
