@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from elastic.elastic_training import ElasticCluster, Settings
+from elastic.endless_runs import Run
 from harness.forker import Forker
 
 
@@ -22,10 +24,17 @@ def cluster(
     def make(**settings: Any) -> ElasticCluster:
         given = Settings(str(tmp_path), **settings)
         made.append(ElasticCluster(forker, given, *script))
-        for index in range(-1, made[-1].count):
+        for index in range(-1, given.workers):
             made[-1].start(index)
         return made[-1]
 
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def run(forker: Forker, tmp_path: Path) -> Iterator[Run]:
+    """A training that runs until it is told to end."""
+    with contextlib.closing(Run(forker, tmp_path, None)) as made:
+        yield made

@@ -8,13 +8,10 @@ See `elastic_training.py`. The source of `Settings` says what a step is: a `ks.f
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
 import json
 import os
 import signal
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +23,6 @@ from elastic.elastic_training import (
     data,
     kills_of,
 )
-from harness.processes import TIMEOUT
 
 STEPS = 16
 
@@ -44,18 +40,8 @@ def main() -> None:
 
     import keras_strategies as ks
 
-    faulthandler.dump_traceback_later(TIMEOUT - 10)
-    settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
-    index, is_new = int(sys.argv[2]), sys.argv[3] == "1"
-    folder = Path(settings.folder)
-    strategy: Any
-    if index < 0:
-        strategy = ks.OneDeviceStrategy("cpu:0")
-    else:
-        strategy = ks.MultiWorkerMirroredStrategy(
-            communication_options=ks.CommunicationOptions(timeout_seconds=TIMEOUT),
-            elastic=ks.Elastic(settings.min_workers, timeout_seconds=settings.fails),
-        )
+    settings, index, is_new, folder = Settings.of_process()
+    strategy = settings.strategy(index)
     is_eager = keras.backend.backend() == "torch"
     mine = [] if is_new else kills_of(settings, index, is_eager)
     step = 0
@@ -78,15 +64,9 @@ def main() -> None:
         (folder / f"new{index}-{os.getpid()}").touch()
     keras.utils.set_random_seed(11)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Dense(6, "tanh"),
-                keras.layers.BatchNormalization(),
-                Gate(),
-                keras.layers.Dense(1, "sigmoid"),
-            ]
-        )
+        hidden = [keras.layers.Dense(6, "tanh"), keras.layers.BatchNormalization()]
+        last = keras.layers.Dense(1, "sigmoid")
+        model = keras.Sequential([keras.Input((4,)), *hidden, Gate(), last])
         optimizer = keras.optimizers.Adam(0.03)
         auc = keras.metrics.AUC(num_thresholds=20)
         if settings.source == "on_batch":
@@ -111,13 +91,11 @@ def main() -> None:
     def run(batch: Any) -> Any:
         return strategy.reduce("SUM", strategy.run(replica_step, (batch,)))
 
-    compiled = ks.function(run)
-    steps = {
+    train_step = {
         "run": run,
-        "function": compiled,
+        "function": ks.function(run),
         "on_batch": lambda batch: model.train_on_batch(*batch)[0],
-    }
-    train_step = steps[settings.source]
+    }[settings.source]
 
     def input_from(step: int) -> Any:
         if settings.source == "on_batch":

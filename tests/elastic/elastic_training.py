@@ -64,57 +64,68 @@ class Kill:
 
 @dataclass
 class Settings:
-    """What all processes of a training need.
-
-    Args:
-        folder: str, for their files.
-        workers: int.
-        epochs: int.
-        kills: workers that kill themselves; those that are started later do not.
-        waits: steps at which workers wait until a new one is about to join.
-        min_workers: int.
-        source: str, the kind of input: "arrays", "generator", "rows", a
-            `ks.RowDataset`, or "loader", a shuffled `DataLoader` that augments.
-        fails: int, seconds to wait for `min_workers`.
-        every_steps: int, steps between two snapshots of `Resume`; 0 without.
-        per_execution: int, `steps_per_execution` of the workers.
-        fits: int, the calls of `fit`; the last one is that of the kills.
-        unfinished: pairs of a worker and a step, whose result the worker has when it
-            notices that another worker is lost; so it does not finish the step.
-        lags: int, a worker that waits for a loss, for `LAG` seconds, before it
-            validates for the second time; None for none.
-        mixes_rows: bool, whether a layer computes from all rows, and is not split.
-        sorts_rows: bool, whether the loss is of sorted rows, and is not split.
-        compiles: float, seconds for which worker 1 traces its step after the first
-            loss; the chief kills itself meanwhile.
-        starting: str, a function of `ENGINE_STARTS`, in which the chief kills itself
-            when JAX's runtime starts for two workers; the other one waits for it then.
-        timeout: float, seconds without heartbeats after which a worker is lost.
-        ahead: bool, whether batches are prepared ahead, as on accelerators.
-        model: str, a model of `DRAWING`; empty for a small one.
-    """
+    """What all processes of a training need; `folder` is for their files."""
 
     folder: str
     workers: int = 3
     epochs: int = 6
+    #: Workers that kill themselves; those that are started later do not.
     kills: list[Any] = field(default_factory=list)
+    #: Steps at which workers wait until a new one is about to join.
     waits: dict[str, int] = field(default_factory=dict)
     min_workers: int = 1
+    #: The input: "arrays", "generator", "rows", a `ks.RowDataset`, or "loader", a
+    #: shuffled `DataLoader` that augments.
     source: str = "arrays"
+    #: Seconds to wait for `min_workers`.
     fails: float = TIMEOUT
+    #: Steps between two snapshots of `Resume`; 0 without.
     every_steps: int = 0
+    #: `steps_per_execution` of the workers.
     per_execution: int = 1
+    #: The calls of `fit`; the last one is that of the kills.
     fits: int = 1
+    #: Pairs of a worker and a step, whose result the worker has when it notices that
+    #: another worker is lost; so it does not finish the step.
     unfinished: list[tuple[int, int]] = field(default_factory=list)
+    #: A worker that waits for a loss, for `LAG` seconds, before it validates for the
+    #: second time.
     lags: int | None = None
+    #: Whether a layer computes from all rows, and is not split.
     mixes_rows: bool = False
+    #: Whether the loss is of sorted rows, and is not split.
     sorts_rows: bool = False
+    #: Seconds for which worker 1 traces its step after the first loss; the chief kills
+    #: itself meanwhile.
     compiles: float = 0.0
+    #: A function of `ENGINE_STARTS`, in which the chief kills itself when JAX's runtime
+    #: starts for two workers; the other one waits for it then.
     starting: str = ""
+    #: Seconds without heartbeats after which a worker is lost.
     timeout: float = TIMEOUT
+    #: Whether batches are prepared ahead, as on accelerators.
     ahead: bool = False
+    #: A model of `DRAWING`; empty for a small one.
     model: str = ""
     addresses: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_process(cls) -> tuple[Settings, int, bool, Path]:
+        """Those of this process, its index, whether it is new, and their folder."""
+        faulthandler.dump_traceback_later(TIMEOUT - 10)
+        made = cls(**json.loads(Path(sys.argv[1]).read_text()))
+        return made, int(sys.argv[2]), sys.argv[3] == "1", Path(made.folder)
+
+    def strategy(self, index: int) -> Any:
+        """That of a worker; that of one device has the random numbers of workers."""
+        import keras_strategies as ks
+
+        if index < 0:
+            return ks.OneDeviceStrategy("cpu:0")
+        return ks.MultiWorkerMirroredStrategy(
+            communication_options=ks.CommunicationOptions(timeout_seconds=self.timeout),
+            elastic=ks.Elastic(self.min_workers, timeout_seconds=self.fails),
+        )
 
 
 class ElasticCluster:
@@ -153,14 +164,28 @@ class ElasticCluster:
         self.all.append(process)
         self.processes[index] = process
 
-    def await_kill(self, index: int) -> None:
-        process = self.processes.pop(index)
+    def start_new(self, *indices: int) -> None:
+        for index in indices:
+            self.start(index, is_new=True)
+
+    def await_kills(self, *indices: int) -> None:
+        """Waits until each of these workers has killed itself, in this order."""
+        for index in indices:
+            [code] = self._codes(self.processes.pop(index))
+            assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), self.text()
+
+    def await_errors(self, *indices: int) -> str:
+        """Waits until these workers have ended by an error; returns what all print."""
+        for index in indices:
+            assert self._codes(self.processes.pop(index)) == [1], self.text()
+        return self.text()
+
+    def _codes(self, *processes: Forked) -> list[int]:
         until = time.monotonic() + TIMEOUT
-        while not process.ended():
+        while not all(each.ended() for each in processes):
             assert time.monotonic() < until, self.text()
             time.sleep(0.02)
-        code, _ = process.wait(TIMEOUT)
-        assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), self.text()
+        return [process.wait(TIMEOUT)[0] for process in processes]
 
     def await_end_of_lead(self) -> None:
         """Waits until another training can begin at the address of worker 0."""
@@ -174,25 +199,19 @@ class ElasticCluster:
 
     def results(self) -> dict[int, Any]:
         """What the workers have at the end of training."""
-        until = time.monotonic() + TIMEOUT
-        while not all(each.ended() for each in self.processes.values()):
-            assert time.monotonic() < until, self.text()
-            time.sleep(0.02)
-        found = {}
-        for index, process in self.processes.items():
-            code, _ = process.wait(TIMEOUT)
-            assert code == 0, self.text()
-            found[index] = read_results(self.folder, index)
-        return found
+        assert not any(self._codes(*self.processes.values())), self.text()
+        return {index: read_results(self.folder, index) for index in self.processes}
 
-    @property
-    def count(self) -> int:
-        """int, the workers at the start."""
-        return self._settings.workers
+    def like_one_device(self) -> tuple[dict[int, Any], Any]:
+        """The results of workers with the weights of one device, and its own."""
+        from harness.training import ADAM_TOLERANCE
 
-    def log(self, name: str) -> str:
-        """The text of a file."""
-        return (self.folder / name).read_text()
+        found = self.results()
+        expected = found.pop(-1)
+        for each in found.values():
+            for mine, other in zip(each["weights"], expected["weights"], strict=True):
+                np.testing.assert_allclose(mine, other, ADAM_TOLERANCE, ADAM_TOLERANCE)
+        return found, expected
 
     def text(self) -> str:
         return "\n".join(f"{each.log.name}: {each.text()}" for each in self.all)
@@ -423,28 +442,16 @@ def train() -> None:
     from harness.drawing_models import DRAWING
 
     import keras_strategies as ks
-    from keras_strategies.types import Elastic
 
-    faulthandler.dump_traceback_later(TIMEOUT - 10)
-    settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
-    index, is_new = int(sys.argv[2]), sys.argv[3] == "1"
-    folder = Path(settings.folder)
-    if index < 0:
-        # Its random numbers are those of workers.
-        strategy: Any = ks.OneDeviceStrategy("cpu:0")
-    else:
-        for each in [] if is_new else settings.kills:
-            if each["index"] == index and each["place"] == "exchange":
-                die_in_exchange(each["step"])
-        elastic = Elastic(settings.min_workers, timeout_seconds=settings.fails)
-        options = ks.CommunicationOptions(timeout_seconds=settings.timeout)
-        strategy = ks.MultiWorkerMirroredStrategy(
-            communication_options=options, elastic=elastic
-        )
-        if settings.ahead:
-            prepare_ahead(strategy)
+    settings, index, is_new, folder = Settings.of_process()
     is_eager = keras.backend.backend() == "torch"
     mine = [] if is_new else kills_of(settings, index, is_eager)
+    for kill in mine:
+        if kill.place == "exchange":
+            die_in_exchange(kill.step)
+    strategy = settings.strategy(index)
+    if settings.ahead and index >= 0:
+        prepare_ahead(strategy)
     step = 0
 
     def die(place: str) -> None:
@@ -475,23 +482,11 @@ def train() -> None:
 
     keras.utils.set_random_seed(11)
     with strategy.scope():
-        hidden = (
-            DRAWING[settings.model]()
-            if settings.model
-            else [
-                keras.layers.Dense(6, "tanh"),
-                keras.layers.BatchNormalization(),
-            ]
-        )
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                *hidden,
-                Gate(),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(1, "sigmoid"),
-            ]
-        )
+        hidden = [keras.layers.Dense(6, "tanh"), keras.layers.BatchNormalization()]
+        if settings.model:
+            hidden = DRAWING[settings.model]()
+        last = [keras.layers.Dropout(0.3), keras.layers.Dense(1, "sigmoid")]
+        model = keras.Sequential([keras.Input((4,)), *hidden, Gate(), *last])
         auc = keras.metrics.AUC(num_thresholds=20, name="auc")
         model.compile(
             keras.optimizers.Adam(0.03),
@@ -535,23 +530,16 @@ def train() -> None:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             die("epoch end")
 
-    x, y, weights = data()
+    x, y, weights = rows = data()
     reads = Reads()
-    arguments: dict[str, Any] = {
-        "x": reads.array(x),
-        "y": y,
-        "sample_weight": weights,
-        "batch_size": BATCH_SIZE,
-    }
+    arguments: dict[str, Any] = {"x": reads.array(x), "y": y, "sample_weight": weights}
+    arguments["batch_size"] = BATCH_SIZE
     if settings.source == "generator":
-        arguments = {
-            "x": _generator((x, y, weights)),
-            "steps_per_epoch": STEPS_PER_EPOCH,
-        }
+        arguments = {"x": _generator(rows), "steps_per_epoch": STEPS_PER_EPOCH}
     elif settings.source == "loader":
-        arguments = {"x": reads.loader((x, y, weights))}
+        arguments = {"x": reads.loader(rows)}
     elif settings.source == "rows":
-        arguments = {"x": reads.dataset((x, y, weights))}
+        arguments = {"x": reads.dataset(rows)}
     elif keras.backend.backend() == "tensorflow" and index >= 0:
         reads.in_steps()
     if is_new:

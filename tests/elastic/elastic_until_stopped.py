@@ -39,15 +39,9 @@ def make_model() -> Any:
     import keras
 
     keras.utils.set_random_seed(5)
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(6, "tanh"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.2),
-            keras.layers.Dense(1),
-        ]
-    )
+    hidden = [keras.layers.Dense(6, "tanh"), keras.layers.BatchNormalization()]
+    last = [keras.layers.Dropout(0.2), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *hidden, *last])
     model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
     return model
 
@@ -76,10 +70,8 @@ def hold_generations(folder: Path, index: int) -> None:
         (folder / f"{index}.formed").touch()
         return reform(self, *args, **options)
 
-    Membership.confirm, Membership.reform = (  # type: ignore[method-assign]
-        confirm_later,
-        reform_and_say,
-    )
+    Membership.confirm = confirm_later  # type: ignore[method-assign]
+    Membership.reform = reform_and_say  # type: ignore[method-assign]
 
 
 def main(folder: Path, victim: int) -> None:
@@ -90,11 +82,10 @@ def main(folder: Path, victim: int) -> None:
     faulthandler.dump_traceback_later(TIMEOUT)
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     hold_generations(folder, index)
-    # The launcher sets it by itself.
-    elastic = None if "KS_ELASTIC" in os.environ else ks.Elastic()
     strategy = ks.MultiWorkerMirroredStrategy(
         communication_options=ks.CommunicationOptions(timeout_seconds=SILENCE),
-        elastic=elastic,
+        # The launcher sets it by itself.
+        elastic=None if "KS_ELASTIC" in os.environ else ks.Elastic(),
     )
     with strategy.scope():
         model = make_model()

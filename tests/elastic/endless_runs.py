@@ -28,10 +28,7 @@ class States:
     def of(self, index: int) -> tuple[int, int, int]:
         """Generation, number of workers, and steps of a worker."""
         path = self.folder / f"{index}.state"
-        generation, count, steps = (
-            json.loads(path.read_text()) if path.exists() else (-1, 0, 0)
-        )
-        return generation, count, steps
+        return tuple(json.loads(path.read_text())) if path.exists() else (-1, 0, 0)
 
     def are_together(self, workers: set[int]) -> bool:
         """Whether these workers, and no others, have taken steps together."""

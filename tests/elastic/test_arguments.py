@@ -39,9 +39,8 @@ def test_options_are_checked(given: dict[str, Any], message: str) -> None:
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="it has no sharded variables")
 def test_sharded_variables_are_refused() -> None:
-    with pytest.raises(
-        (ValueError, RuntimeError), match=r"shards of the variables|Keras"
-    ):
+    text = r"shards of the variables|Keras"
+    with pytest.raises((ValueError, RuntimeError), match=text):
         ks.ModelParallelStrategy(elastic=ELASTIC)
 
 

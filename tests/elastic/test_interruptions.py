@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import keras
@@ -32,17 +34,23 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def run(forker: Forker, tmp_path: Path) -> Iterator[Run]:
-    made = Run(forker, tmp_path, None)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def run_on_hosts(forker: Forker, tmp_path: Path, hosts: Hosts) -> Iterator[Run]:
-    made = Run(forker, tmp_path, hosts)
-    yield made
-    made.close()
+    with contextlib.closing(Run(forker, tmp_path, hosts)) as made:
+        yield made
+
+
+def assert_joins_again(
+    run: Run, victim: int, lose: Callable[[], None], mend: Callable[[], None]
+) -> None:
+    """A worker that is lost, and joins when it is mended, changes nothing."""
+    run.wait_until_together({0, 1, 2})
+    lose()
+    run.wait_until_together({0, 1, 2} - {victim})
+    mend()
+    run.wait_until_together({0, 1, 2})
+    run.end()
+    run.states.assert_like_one_device()
+    assert f"worker {victim} was lost at step" in run.text()
 
 
 @pytest.mark.one_backend("jax", "torch")
@@ -56,14 +64,9 @@ def run_on_hosts(forker: Forker, tmp_path: Path, hosts: Hosts) -> Iterator[Run]:
     ],
 )
 def test_a_stopped_worker_joins_again(run, victim):
-    run.wait_until_together({0, 1, 2})
-    os.kill(run.workers[victim].pid, signal.SIGSTOP)
-    run.wait_until_together({0, 1, 2} - {victim})
-    os.kill(run.workers[victim].pid, signal.SIGCONT)
-    run.wait_until_together({0, 1, 2})
-    run.end()
-    run.states.assert_like_one_device()
-    assert f"worker {victim} was lost at step" in run.text()
+    send = functools.partial(os.kill, run.workers[victim].pid)
+    stop, resume = (lambda: send(signal.SIGSTOP)), (lambda: send(signal.SIGCONT))
+    assert_joins_again(run, victim, stop, resume)
 
 
 @pytest.mark.one_backend("jax", "torch")
@@ -90,15 +93,8 @@ def test_a_worker_that_returns_before_the_next_step_has_the_state_of_the_others(
 @pytest.mark.slow(seconds=14)
 @pytest.mark.parametrize("victim", [pytest.param(1, marks=by_day_on("torch"))])
 def test_a_worker_with_its_cable_plugged_in_again_joins(run_on_hosts, hosts, victim):
-    run = run_on_hosts
-    run.wait_until_together({0, 1, 2})
-    hosts.cut(victim)
-    run.wait_until_together({0, 1, 2} - {victim})
-    hosts.plug(victim)
-    run.wait_until_together({0, 1, 2})
-    run.end()
-    run.states.assert_like_one_device()
-    assert f"worker {victim} was lost at step" in run.text()
+    cut, plug = (lambda: hosts.cut(victim)), (lambda: hosts.plug(victim))
+    assert_joins_again(run_on_hosts, victim, cut, plug)
 
 
 @pytest.mark.nightly

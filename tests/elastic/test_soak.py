@@ -9,37 +9,21 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from elastic.elastic_until_stopped import PLACES, SILENCE
 from elastic.endless_runs import WORKERS, Run
-from harness.forker import Forker
 from harness.processes import lead_process, wait_until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 
 #: Seconds for one event and what follows from it.
 SECONDS = 120
-EVENTS = (
-    "kill",
-    "stop",
-    "kill the chief",
-    "stop the chief",
-    "pair",
-    "stop the lead",
-    *PLACES,
-)
+CHIEFS = ("kill the chief", "stop the chief")
+EVENTS = ("kill", "stop", *CHIEFS, "pair", "stop the lead", *PLACES)
 #: Trainings, with a seed each, and events of each.
 TRAININGS, EVENTS_OF_EACH = 15, 20
-
-
-@pytest.fixture
-def run(forker: Forker, tmp_path: Path) -> Iterator[Run]:
-    made = Run(forker, tmp_path, None)
-    yield made
-    made.close()
 
 
 class Soak:

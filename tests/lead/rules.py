@@ -33,6 +33,15 @@ class Lead:
         found = self.feed(events.Hello(uid, int(uid[0]), "host", step=step, **facts))
         return found | self.feed(events.Ready(uid, step))
 
+    def ready(self, step: int, *uids: str) -> dict[str, Message]:
+        """Workers wait with the state after a step; the messages after the last one."""
+        return [self.feed(events.Ready(uid, step)) for uid in uids][-1]
+
+    def begin(self, step: int, *uids: str) -> None:
+        """Workers begin the next generation at a step."""
+        self.ready(step, *uids)
+        self.hold(step)
+
     def hold(self, step: int) -> dict[str, Message]:
         """All members have the state."""
         found, number = {}, self.state.group.number
@@ -48,6 +57,23 @@ class Lead:
             heard = {u: Beat() for u in self.state.workers if u not in self.silent}
             found |= self.feed(events.Tick(self.now, heard))
         return found
+
+    def stop(self, uid: str) -> dict[str, Message]:
+        """A worker is silent, for longer than `timeout`."""
+        self.silent = {uid}
+        return self.wait(2.5)
+
+    def resume(self) -> None:
+        """No worker is silent."""
+        self.silent = set()
+        self.wait(TICK)
+
+    @classmethod
+    def training(cls, workers: int, **settings: Any) -> Lead:
+        """A lead whose first generation trains, of "0a", "1a" and so on."""
+        lead = cls(workers, **settings)
+        lead.run(*(f"{index}a" for index in range(workers)))
+        return lead
 
     def run(self, *uids: str) -> dict[str, Message]:
         """The first generation trains."""

@@ -14,7 +14,7 @@ import time
 
 import pytest
 from harness.processes import wait_until
-from lead.leads import SECRET, RunningLead, begin, lead_process, together
+from lead.leads import SECRET, RunningLead, lead_process, together
 from lead.leads import compare as compare_values
 
 from keras_strategies.errors import WorkerError
@@ -29,15 +29,14 @@ pytestmark = pytest.mark.one_backend
 def lead(tmp_path):
     """A lead with two workers that compare values all the time, and its log."""
     with open(tmp_path / "log", "w") as log, RunningLead(2, stderr=log) as running:
-        running.log = tmp_path / "log"
-        with comparing(running) as counts:
-            running.counts = counts
+        running.log, running.counts = tmp_path / "log", [0, 0]
+        with comparing(running, running.counts):
             yield running
 
 
 @contextlib.contextmanager
-def comparing(running):
-    two, ended, counts = running.training(2), threading.Event(), [0, 0]
+def comparing(running, counts):
+    two, ended = running.training(2), threading.Event()
 
     def compare(client):
         def ends():
@@ -51,23 +50,32 @@ def comparing(running):
     threads = [threading.Thread(target=compare, args=[each]) for each in two]
     for each in threads:
         each.start()
-    yield counts
+    yield
     ended.set()
     for each in threads:
         each.join(20)
         assert not each.is_alive()
 
 
+@pytest.fixture
+def errors(capfd):
+    """A function of what was written to the errors of this process until now."""
+    shown: list[str] = []
+
+    def peek():
+        shown.append(capfd.readouterr().err)
+        return "".join(shown)
+
+    return peek
+
+
 def goes_on(running):
     before = list(running.counts)
-    wait_until(
-        lambda: min(running.counts) > max(before) + 5,
-        "the workers go on",
-    )
+    wait_until(lambda: min(running.counts) > max(before) + 5, "the workers go on")
 
 
-def connect(running):
-    return socket.create_connection(running.address, 5)
+def connect(running, seconds=5.0):
+    return socket.create_connection(running.address, seconds)
 
 
 def ends(connected):
@@ -96,7 +104,7 @@ def test_half_open_connections_hold_neither_threads_nor_descriptors(lead):
     opened = []
     for _ in range(300):
         with contextlib.suppress(OSError):
-            each = socket.create_connection(lead.address, 1)
+            each = connect(lead, 1)
             each.sendall(b"\0\0")
             opened.append(each)
     assert len(opened) > PENDING
@@ -124,28 +132,19 @@ GARBAGE = {
 }
 
 
-def test_garbage_ends_its_connection_with_one_line_a_minute(lead, capfd):
+def test_garbage_ends_its_connection_with_one_line_a_minute(lead, errors):
     for data in [*GARBAGE.values()] * 6:
         with connect(lead) as peer, contextlib.suppress(OSError):
             peer.sendall(data)
             assert ends(peer)
     goes_on(lead)
     # The chief, a client of this process, shows the lines of the lead.
-    wait_until(lambda: "keras_strategies: The lead" in peek(capfd), "a line")
-    lines = peek(capfd).splitlines()
+    wait_until(lambda: "keras_strategies: The lead" in errors(), "a line")
+    lines = errors().splitlines()
     assert len([line for line in lines if "The lead: " in line]) == 1, lines
     assert "sends no messages" in lines[0] and "secret" in lines[0]
     assert lead.log.read_text() == ""
     assert lead.threads == 1
-
-
-_shown: dict[int, str] = {}
-
-
-def peek(capfd):
-    """What was written to the errors of this process until now."""
-    _shown[id(capfd)] = _shown.get(id(capfd), "") + capfd.readouterr().err
-    return _shown[id(capfd)]
 
 
 def test_a_worker_connects_while_others_flood_the_port(lead):
@@ -155,7 +154,7 @@ def test_a_worker_connects_while_others_flood_the_port(lead):
         held = []
         while not ended.is_set():
             with contextlib.suppress(OSError):
-                held.append(socket.create_connection(lead.address, 0.5))
+                held.append(connect(lead, 0.5))
             if len(held) > 200:
                 held.pop(0).close()
         for each in held:
@@ -172,14 +171,14 @@ def test_a_worker_connects_while_others_flood_the_port(lead):
     goes_on(lead)
 
 
-def test_accepting_pauses_without_descriptors_and_goes_on(lead, capfd):
+def test_accepting_pauses_without_descriptors_and_goes_on(lead, errors):
     pid = lead.process.pid
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     free = min(set(range(len(used) + 1)) - used)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, hard))
     waiting = connect(lead)
-    wait_until(lambda: "accepting pauses: Too many open files" in peek(capfd), "a line")
+    wait_until(lambda: "accepting pauses: Too many open files" in errors(), "a line")
     goes_on(lead)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
     waiting.close()
@@ -213,10 +212,9 @@ def test_the_soft_limit_of_descriptors_is_raised():
 def test_a_hard_limit_of_descriptors_is_named():
     found = lead_process(START.format(soft=100, hard=100, workers=400))
     assert found.returncode != 0
-    assert (
-        "400 workers need 496 open files in the lead, but the limit of" in found.stderr
-    )
-    assert "this machine is 100" in found.stderr.replace("\n", " ")
+    text = found.stderr.replace("\n", " ")
+    assert "400 workers need 496 open files in the lead, but the limit of" in text
+    assert "this machine is 100" in text
 
 
 def test_warnings_are_counted():
@@ -240,10 +238,7 @@ def test_connections_can_be_encrypted(tmp_path, monkeypatch):
     path.write_text(path.read_text() + (tmp_path / "lead.pem.crt").read_text())
     monkeypatch.setenv("KS_CLUSTER_CERT", str(path))
     with RunningLead(2) as lead:
-        two = together(
-            range(2), lambda i: lead.client(i, tls=tls_context(is_server=False))
-        )
-        together(two, begin)
+        two = lead.training(2, tls=tls_context(is_server=False))
         found = together(
             two, lambda c: compare_values(c, "x", f"{c.index}" * 3_000_000)
         )

@@ -31,20 +31,18 @@ def test_all_workers_begin_together_and_run_when_all_hold_the_state():
 
 
 def test_a_loss_ends_the_generation_and_the_others_begin_at_the_newest_step():
-    lead = Lead(3)
-    lead.run("0a", "1a", "2a")
+    lead = Lead.training(3)
     end = lead.feed(events.Gone("0a", Beat(6, "step 6 of fit")))["end"]
     assert end.to == ("1a", "2a")
     assert "Worker 0 (host, process 0) was lost at step 6 of fit" in end.body["how"]
-    assert lead.feed(events.Ready("1a", 6)) == {}
-    begin = lead.feed(events.Ready("2a", 7))["begin"].body
+    assert lead.ready(6, "1a") == {}
+    begin = lead.ready(7, "2a")["begin"].body
     assert begin["step"] == 7 and begin["members"] == (2, 1) and begin["behind"] == [1]
     assert begin["lost"] == [0] and begin["joined"] == []
 
 
 def test_equal_messages_that_come_together_are_as_one_after_the_other():
-    lead = Lead(4)
-    lead.run("0a", "1a", "2a", "3a")
+    lead = Lead.training(4)
     value = arrived("2a", 0, "x")
     assert "compared" not in lead.feed(value._replace(others=("0a", "4z")))
     found = lead.feed(arrived("1a", 0, "y")._replace(others=("3a",)))["compared"]
@@ -59,22 +57,19 @@ def test_equal_messages_that_come_together_are_as_one_after_the_other():
 
 
 def test_a_stopped_worker_is_lost_and_its_state_counts_when_it_returns():
-    lead = Lead(2)
-    lead.run("0a", "1a")
-    lead.silent = {"0a"}
-    assert "no heartbeat for 2 s" in lead.wait(2.5)["end"].body["how"]
-    assert lead.feed(events.Ready("1a", 5))["begin"].body["members"] == (1,)
+    lead = Lead.training(2)
+    assert "no heartbeat for 2 s" in lead.stop("0a")["end"].body["how"]
+    assert lead.ready(5, "1a")["begin"].body["members"] == (1,)
     lead.hold(5)
     lead.silent = set()
-    lead.feed(events.Ready("0a", 4))
+    lead.ready(4, "0a")
     lead.lose("1a")
     found = lead.wait(3)
     assert found["begin"].to == ("0a",) and found["begin"].body["step"] == 4
 
 
 def test_no_state_is_an_error_that_names_the_snapshot_and_no_new_beginning():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     lead.feed(events.Snapshot("0a", 8, "/runs/8"))
     lead.feed(events.Snapshot("1a", 4, "/runs/4"))
     lead.lose("0a", "1a")
@@ -87,8 +82,7 @@ def test_no_state_is_an_error_that_names_the_snapshot_and_no_new_beginning():
 
 
 def test_without_any_worker_training_ends_soon():
-    lead = Lead(2, timeout=60.0)
-    lead.run("0a", "1a")
+    lead = Lead.training(2, timeout=60.0)
     lead.lose("0a")
     lead.wait(1)
     lead.lose("1a")
@@ -99,8 +93,7 @@ def test_without_any_worker_training_ends_soon():
 
 
 def test_a_process_in_the_place_of_another_one_shows_that_it_has_ended():
-    lead = Lead(2, timeout=60.0)
-    lead.run("0a", "1a")
+    lead = Lead.training(2, timeout=60.0)
     lead.lose("0a", "1a")
     lead.come("0b")
     assert not lead.state.is_over
@@ -108,75 +101,61 @@ def test_a_process_in_the_place_of_another_one_shows_that_it_has_ended():
 
 
 def test_a_newer_snapshot_counts_more_than_an_older_state():
-    lead = Lead(2)
-    lead.run("0a", "1a")
-    lead.silent = {"0a"}
-    lead.wait(2.5)
-    lead.feed(events.Ready("1a", 5))
-    lead.hold(5)
+    lead = Lead.training(2)
+    lead.stop("0a")
+    lead.begin(5, "1a")
     lead.feed(events.Snapshot("1a", 8, "/runs/8"))
     lead.silent = set()
-    lead.feed(events.Ready("0a", 4))
+    lead.ready(4, "0a")
     lead.lose("1a")
     error = lead.wait(3)["over"].body["error"]
     assert "the state after action 4, which is older" in error and "/runs/8" in error
 
 
 def test_an_older_state_waits_for_a_newer_one_that_may_return():
-    lead = Lead(2)
-    lead.run("0a", "1a")
-    lead.silent = {"0a"}
-    lead.wait(2.5)
-    lead.feed(events.Ready("1a", 5))
-    lead.hold(5)
+    lead = Lead.training(2)
+    lead.stop("0a")
+    lead.begin(5, "1a")
     lead.feed(events.Tick(lead.now, {"1a": Beat(90)}))
-    lead.silent = set()
-    lead.wait(TICK)
-    assert "pause" in lead.feed(events.Ready("0a", 4))
+    lead.resume()
+    assert "pause" in lead.ready(4, "0a")
     assert "begin" not in lead.lose("1a")
     lead.feed(events.Hello("1a", 1, generation=2, step=90))
-    begin = lead.feed(events.Ready("1a", 90))["begin"].body
+    begin = lead.ready(90, "1a")["begin"].body
     assert begin["step"] == 90 and begin["members"] == (1, 0)
 
 
 def test_a_state_counts_from_when_its_worker_connects_again():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     lead.lose("0a")
-    lead.feed(events.Ready("1a", 5))
-    lead.hold(5)
+    lead.begin(5, "1a")
     lead.wait(3)
     assert "0a" not in lead.state.workers
     lead.feed(events.Hello("0a", 0, step=9))
-    assert "begin" not in lead.feed(events.Ready("1a", 5))
-    assert lead.feed(events.Ready("0a", 9))["begin"].body["step"] == 9
+    assert "begin" not in lead.ready(5, "1a")
+    assert lead.ready(9, "0a")["begin"].body["step"] == 9
 
 
 def test_a_worker_that_connects_again_is_awaited():
-    lead = Lead(3)
-    lead.run("0a", "1a", "2a")
+    lead = Lead.training(3)
     lead.lose("2a")
     lead.feed(events.Hello("2a", 2, generation=1, step=3))
-    lead.feed(events.Ready("0a", 3))
-    assert "begin" not in lead.feed(events.Ready("1a", 3))
-    assert len(lead.feed(events.Ready("2a", 3))["begin"].to) == 3
+    lead.ready(3, "0a")
+    assert "begin" not in lead.ready(3, "1a")
+    assert len(lead.ready(3, "2a")["begin"].to) == 3
 
 
 def test_a_beat_that_is_older_than_the_last_message_changes_no_step():
-    lead = Lead(1)
-    lead.run("0a")
-    lead.feed(events.Ready("0a", 83))
+    lead = Lead.training(1)
+    lead.ready(83, "0a")
     lead.feed(events.Tick(TICK, {"0a": Beat()}))
     assert lead.state.workers["0a"].step == 83
 
 
 def test_a_new_worker_joins_after_the_most_steps_begun():
-    lead = Lead(3)
-    lead.run("0a", "1a", "2a")
+    lead = Lead.training(3)
     lead.lose("2a")
-    lead.feed(events.Ready("0a", 3))
-    lead.feed(events.Ready("1a", 3))
-    lead.hold(3)
+    lead.begin(3, "0a", "1a")
     assert "pause" in lead.come("2b")
     assert "stop_after" not in lead.feed(events.Begun("0a", 2, 5))
     assert lead.feed(events.Begun("1a", 2, 4))["stop_after"].body["count"] == 5
@@ -187,8 +166,7 @@ def test_a_new_worker_joins_after_the_most_steps_begun():
 
 
 def test_new_workers_do_not_begin_after_a_step_that_admits_none():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     lead.lose("1a")
     lead.come("1b")
     begin = lead.feed(events.Ready("0a", 7, admits=False))["begin"].body
@@ -197,11 +175,10 @@ def test_new_workers_do_not_begin_after_a_step_that_admits_none():
 
 
 def test_of_two_processes_of_an_index_that_with_the_state_begins():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     lead.lose("0a")
     lead.come("1b")
-    begin = lead.feed(events.Ready("1a", 3))["begin"]
+    begin = lead.ready(3, "1a")["begin"]
     assert begin.to == ("1a",) and begin.body["members"] == (1,)
     lead.hold(3)
     assert lead.state.group.phase is Phase.RUNNING
@@ -214,21 +191,18 @@ def test_a_silent_worker_that_waits_is_not_chosen():
     lead.silent = {"2a"}
     lead.wait(3)
     lead.lose("0a")
-    assert lead.feed(events.Ready("1a", 2))["begin"].to == ("1a",)
+    assert lead.ready(2, "1a")["begin"].to == ("1a",)
 
 
 def test_a_member_that_fails_before_the_common_step_ends_the_generation():
-    lead = Lead(3)
-    lead.run("0a", "1a", "2a")
+    lead = Lead.training(3)
     lead.lose("2a")
-    lead.feed(events.Ready("0a", 3))
-    lead.feed(events.Ready("1a", 3))
-    lead.hold(3)
+    lead.begin(3, "0a", "1a")
     lead.come("2b")
     lead.feed(events.Begun("0a", 2, 1))
     lead.feed(events.Begun("1a", 2, 1))
     assert lead.state.group.phase is Phase.STOPPING
-    assert "could not continue" in lead.feed(events.Ready("0a", 3))["end"].body["how"]
+    assert "could not continue" in lead.ready(3, "0a")["end"].body["how"]
 
 
 def test_workers_above_the_largest_number_wait_as_spares():
@@ -236,63 +210,46 @@ def test_workers_above_the_largest_number_wait_as_spares():
     lead.run("0a", "1a")
     assert "pause" not in lead.come("2a")
     lead.lose("0a")
-    assert lead.feed(events.Ready("1a", 2))["begin"].body["members"] == (1, 2)
+    assert lead.ready(2, "1a")["begin"].body["members"] == (1, 2)
 
 
 def test_too_few_workers_wait_and_then_end_with_the_missing_ones():
-    lead = Lead(3, min_workers=2, addresses=("a:1", "b:1", "c:1"))
-    lead.run("0a", "1a", "2a")
+    lead = Lead.training(3, min_workers=2, addresses=("a:1", "b:1", "c:1"))
     lead.lose("0a", "1a")
-    assert "begin" not in lead.feed(events.Ready("2a", 2))
+    assert "begin" not in lead.ready(2, "2a")
     over = lead.wait(10.5)["over"]
     assert over.to == ("2a",)
     assert "without worker 0 (a:1) and worker 1 (b:1)" in over.body["error"]
 
 
-def cut_off(patience):
-    """The only member of a generation is cut off, and an earlier one waits."""
-    lead = Lead(2, patience=patience)
-    lead.run("0a", "1a")
-    lead.silent = {"0a"}
-    lead.wait(2.5)
-    lead.feed(events.Ready("1a", 1))
-    lead.hold(1)
-    lead.silent = set()
-    lead.wait(TICK)
-    lead.feed(events.Ready("0a", 1))
-    lead.lose("1a")
-    return lead
-
-
 def test_members_of_a_generation_cut_off_from_the_lead_keep_their_lease():
-    lead = cut_off(patience=1.0)
+    lead = Lead.training(2, patience=1.0)
+    lead.stop("0a")
+    lead.begin(1, "1a")
+    lead.resume()
+    lead.ready(1, "0a")
+    lead.lose("1a")
     assert "begin" not in lead.wait(1.75)
     assert "begin" in lead.wait(1)
 
 
 def test_a_stopped_member_may_have_trained_on_for_an_unknown_time():
-    lead = Lead(2, patience=30.0)
-    lead.run("0a", "1a")
-    lead.silent = {"0a"}
-    lead.wait(2.5)
-    lead.feed(events.Ready("1a", 1))
-    lead.hold(1)
-    lead.silent = {"1a"}
-    lead.wait(2.5)
-    lead.feed(events.Ready("0a", 1))
+    lead = Lead.training(2, patience=30.0)
+    lead.stop("0a")
+    lead.begin(1, "1a")
+    lead.stop("1a")
+    lead.ready(1, "0a")
     assert "begin" not in lead.wait(5)
-    lead.silent = set()
-    lead.wait(TICK)
-    assert lead.feed(events.Ready("1a", 9))["begin"].body["step"] == 9
+    lead.resume()
+    assert lead.ready(9, "1a")["begin"].body["step"] == 9
 
 
 def test_a_busy_member_is_awaited_before_the_next_generation_begins():
-    lead = Lead(3)
-    lead.run("0a", "1a", "2a")
+    lead = Lead.training(3)
     lead.lose("2a")
-    lead.feed(events.Ready("0a", 3))
+    lead.ready(3, "0a")
     assert "begin" not in lead.wait(5)
-    assert lead.feed(events.Ready("1a", 3))["begin"].body["members"] == (0, 1)
+    assert lead.ready(3, "1a")["begin"].body["members"] == (0, 1)
 
 
 def test_a_member_that_does_not_get_ready_is_excluded():
@@ -305,54 +262,44 @@ def test_a_member_that_does_not_get_ready_is_excluded():
 
 
 def test_failures_without_a_loss_end_after_some_repetitions():
-    lead = Lead(2, failures=2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2, failures=2)
     for _ in range(2):
-        lead.feed(events.Ready("0a", 0))
-        lead.feed(events.Ready("1a", 0))
+        lead.ready(0, "0a")
+        lead.ready(0, "1a")
         lead.hold(0)
-    over = lead.feed(events.Ready("0a", 0))["over"]
+    over = lead.ready(0, "0a")["over"]
     assert "worker 0" in over.body["error"] and "2 times" in over.body["error"]
 
 
 def test_without_rejoin_a_new_worker_is_refused():
-    lead = Lead(2, rejoin=False)
-    lead.run("0a", "1a")
+    lead = Lead.training(2, rejoin=False)
     lead.lose("1a")
-    lead.feed(events.Ready("0a", 3))
-    lead.hold(3)
+    lead.begin(3, "0a")
     over = lead.come("1b")["over"]
     assert over.to == ("1b",) and "`Elastic(rejoin=False)`" in over.body["error"]
 
 
 def test_a_pause_of_the_lead_is_no_silence_of_workers():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     lead.now += 30.0
     assert lead.feed(events.Tick(lead.now, {})) == {}
     assert lead.state.group.phase is Phase.RUNNING
 
 
 def test_an_older_state_does_not_train_on_when_training_has_ended():
-    lead = Lead(3)
-    lead.run("0a", "1a", "2a")
-    lead.silent = {"0a"}
-    lead.wait(2.5)
-    lead.feed(events.Ready("1a", 5))
-    lead.feed(events.Ready("2a", 5))
-    lead.hold(5)
+    lead = Lead.training(3)
+    lead.stop("0a")
+    lead.begin(5, "1a", "2a")
     lead.feed(events.Tick(lead.now, {"1a": Beat(90), "2a": Beat(90)}))
     lead.feed(events.Bye("1a", True, ""))
-    lead.silent = set()
-    lead.wait(TICK)
-    lead.feed(events.Ready("0a", 4))
+    lead.resume()
+    lead.ready(4, "0a")
     lead.lose("2a")
     assert lead.wait(3)["over"].body["error"] == ""
 
 
 def test_a_late_worker_hears_that_training_has_ended():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     lead.feed(events.Bye("0a", True, ""))
     assert lead.feed(events.Bye("1a", True, ""))["over"].body["error"] == ""
     assert lead.come("1b")["over"].body["error"] == ""
@@ -362,8 +309,7 @@ def test_a_late_worker_hears_that_training_has_ended():
 
 
 def test_a_loss_in_a_fixed_group_is_an_error_that_names_it():
-    lead = Lead(2, is_fixed=True)
-    lead.run("0a", "1a")
+    lead = Lead.training(2, is_fixed=True)
     lead.feed(events.Tick(0.0, {"1a": Beat(3, "step 3 of fit", (20, 0.25, 0.0))}))
     lead.feed(events.Tick(0.0, {"0a": Beat(3, "step 3 of fit", (20, 0.05, 0.0))}))
     over = lead.lose("1a")["over"].body
@@ -435,8 +381,7 @@ def test_two_processes_of_an_index_are_both_named_at_the_start():
 
 
 def test_a_second_process_of_an_index_is_refused_if_the_first_lives():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     lead.come("1b")
     found = lead.wait(5)
     assert "pause" not in found
@@ -449,8 +394,7 @@ def test_a_second_process_of_an_index_is_refused_if_the_first_lives():
 
 
 def test_equal_values_are_answered_once_and_others_with_their_ranks():
-    lead = Lead(3)
-    lead.run("0a", "1a", "2a")
+    lead = Lead.training(3)
     for uid, value in (("0a", "x"), ("1a", "y"), ("2a", "x")):
         found = lead.feed(arrived(uid, 0, value, "facts"))
     values = found["compared"].body["values"]
@@ -461,11 +405,8 @@ def test_equal_values_are_answered_once_and_others_with_their_ranks():
 
 
 def test_values_of_an_older_generation_are_not_compared():
-    lead = Lead(2)
-    lead.run("0a", "1a")
-    lead.feed(events.Ready("0a", 1))
-    lead.feed(events.Ready("1a", 1))
-    lead.hold(1)
+    lead = Lead.training(2)
+    lead.begin(1, "0a", "1a")
     lead.feed(arrived("0a", 0, "old", generation=1))
     lead.feed(arrived("1a", 0, "new", generation=2))
     found = lead.feed(arrived("0a", 0, "new", generation=2))
@@ -473,8 +414,7 @@ def test_values_of_an_older_generation_are_not_compared():
 
 
 def test_a_late_comparison_names_who_has_not_arrived_and_in_which_line():
-    lead = Lead(2, patience=4.0)
-    lead.run("0a", "1a")
+    lead = Lead.training(2, patience=4.0)
     lead.feed(arrived("0a", 0, what="the end of batch 10"))
     lead.feed(events.Tick(0.0, {"1a": Beat(9, "step 9 of fit")}))
     lead.wait(3)
@@ -487,23 +427,20 @@ def test_a_late_comparison_names_who_has_not_arrived_and_in_which_line():
 
 
 def test_a_member_that_leaves_ends_the_waits_of_others():
-    lead = Lead(2, is_fixed=True)
-    lead.run("0a", "1a")
+    lead = Lead.training(2, is_fixed=True)
     lead.feed(arrived("0a", 0, what="the end of the epoch"))
     over = lead.feed(events.Bye("1a", True, ""))["over"].body["error"]
     assert "it exited while others wait in 'the end of the epoch'" in over
 
 
 def test_a_comparison_after_a_member_has_left_ends_the_generation():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     assert lead.feed(events.Bye("1a", True, "")).keys() == {"bye", "exited"}
     assert "it exited while" in lead.feed(arrived("0a", 0))["end"].body["how"]
 
 
 def test_a_failure_is_sent_to_the_others_and_explains_the_loss():
-    lead = Lead(3, is_fixed=True)
-    lead.run("0a", "1a", "2a")
+    lead = Lead.training(3, is_fixed=True)
     failed = events.Failed("1a", "ValueError: bad", "step 7 of fit", 3)
     found = lead.feed(failed)["failed"]
     assert found.to == ("0a", "2a") and found.body["call"] == 3
@@ -513,8 +450,7 @@ def test_a_failure_is_sent_to_the_others_and_explains_the_loss():
 
 
 def test_files_are_waited_for_until_the_chief_goes_on():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     wait = events.AwaitsFile("1a", 1, 0, "a.keras", 1, 1)
     assert lead.feed(wait) == {}
     assert lead.feed(events.Saved("0a", 1, 0, "b.keras", "")) == {}
@@ -526,8 +462,7 @@ def test_files_are_waited_for_until_the_chief_goes_on():
 
 
 def test_a_file_with_another_name_is_that_of_the_same_call():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     lead.feed(events.AwaitsFile("1a", 1, 0, "of-worker-1.keras", 1, 1))
     lead.feed(events.Saved("0a", 1, 0, "of-worker-0.keras", "OSError: full"))
     found = lead.feed(arrived("0a", 0))
@@ -535,8 +470,7 @@ def test_a_file_with_another_name_is_that_of_the_same_call():
 
 
 def test_the_table_of_workers_has_their_steps_and_silence():
-    lead = Lead(2)
-    lead.run("0a", "1a")
+    lead = Lead.training(2)
     lead.silent = {"1a"}
     lead.wait(1)
     lead.feed(events.Tick(lead.now, {"0a": Beat(3, "step 3", (3, 0.1, 0.2))}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -39,10 +40,8 @@ def test_workers_compare_values_with_one_thread_each(lead):
         expected = [(f"{i}-{turn}", (i,)) for i in range(3)]
         for found in together(three, lambda client, turn=turn: exchange(client, turn)):
             assert sorted(found) == expected
-    assert (
-        together(three, lambda c: compare(c, "all", "same"))
-        == [[("same", (0, 1, 2))]] * 3
-    )
+    found = together(three, lambda client: compare(client, "all", "same"))
+    assert found == [[("same", (0, 1, 2))]] * 3
 
 
 def test_a_thread_sends_its_messages_itself(lead, monkeypatch):
@@ -105,49 +104,47 @@ def test_a_new_worker_joins_after_a_common_step(lead):
 
 
 @pytest.fixture
-def proxies():
-    """Networks that are closed at the end."""
-    made: list[Proxy] = []
-    yield lambda address: made.append(Proxy(address)) or made[-1]
-    for each in made:
-        each.close()
+def proxy(lead):
+    with contextlib.closing(Proxy(lead.address)) as made:
+        yield made
 
 
-def test_a_cut_connection_is_continued_without_a_loss_of_messages(proxies):
-    with RunningLead(3, grace=20.0, timeout=20.0) as lead:
-        compare_over_a_network_that_is_cut(lead, proxies(lead.address))
+@pytest.fixture
+def three(lead, proxy):
+    """Workers that train, of which worker 1 is behind the proxy."""
+    ends = (lead, proxy, lead)
+    made = together(range(3), lambda i: lead.client(i, address=ends[i].address))
+    return together(made, begin)
 
 
-def compare_over_a_network_that_is_cut(lead, proxy):
-    three = lead.training(3, address=proxy.address)
-    number = three[0].generation.number
-    ended = threading.Event()
+def test_a_cut_connection_is_continued_without_a_loss_of_messages():
+    with (
+        RunningLead(3, grace=20.0, timeout=20.0) as lead,
+        contextlib.closing(Proxy(lead.address)) as proxy,
+    ):
+        three = lead.training(3, address=proxy.address)
+        number = three[0].generation.number
+        ended = threading.Event()
 
-    def cut():
-        while not ended.wait(0.15):
-            proxy.cut()
+        def cut():
+            while not ended.wait(0.15):
+                proxy.cut()
 
-    cutter = threading.Thread(target=cut, daemon=True)
-    cutter.start()
-    try:
-        for turn in range(60):
-            expected = [(f"{i}-{turn}", (i,)) for i in range(3)]
-            for found in together(three, lambda c, turn=turn: exchange(c, turn)):
-                assert not isinstance(found, Exception), found
-                assert sorted(found) == expected
-    finally:
-        ended.set()
-        cutter.join()
-    assert [client.generation.number for client in three] == [number] * 3
+        cutter = threading.Thread(target=cut, daemon=True)
+        cutter.start()
+        try:
+            for turn in range(60):
+                expected = [(f"{i}-{turn}", (i,)) for i in range(3)]
+                for found in together(three, lambda c, turn=turn: exchange(c, turn)):
+                    assert not isinstance(found, Exception), found
+                    assert sorted(found) == expected
+        finally:
+            ended.set()
+            cutter.join()
+        assert [client.generation.number for client in three] == [number] * 3
 
 
-def test_a_worker_that_was_cut_off_hears_that_its_generation_has_ended(lead, proxies):
-    proxy = proxies(lead.address)
-    three = together(
-        range(3),
-        lambda i: lead.client(i, address=proxy.address if i == 1 else lead.address),
-    )
-    together(three, begin)
+def test_a_worker_that_was_cut_off_hears_that_its_generation_has_ended(proxy, three):
     proxy.cut(refuses=True)
     cut_at = time.monotonic()
     assert all(isinstance(e, GroupChanged) for e in together(three, exchange))
@@ -170,13 +167,7 @@ def test_a_worker_that_was_cut_off_hears_that_its_generation_has_ended(lead, pro
     assert three[1].generation.is_behind and three[1].generation.step == 4
 
 
-def test_a_silent_network_ends_the_lease_before_others_continue(lead, proxies):
-    proxy = proxies(lead.address)
-    three = together(
-        range(3),
-        lambda i: lead.client(i, address=proxy.address if i == 1 else lead.address),
-    )
-    together(three, begin)
+def test_a_silent_network_ends_the_lease_before_others_continue(proxy, three):
     proxy.silence()
     at = {}
 
@@ -271,14 +262,9 @@ def test_a_wrong_secret_and_another_job_are_errors(lead):
         ({"secret": b"wrong"}, "it does not accept this worker's secret"),
         ({"job": "other"}, "of another cluster"),
     ):
+        secret = options.pop("secret", SECRET)
         with pytest.raises(WorkerError, match=problem):
-            LeadClient(
-                [lead.address],
-                options.pop("secret", SECRET),
-                0,
-                timeout=4.0,
-                **options,
-            )
+            LeadClient([lead.address], secret, 0, timeout=4.0, **options)
 
 
 def test_two_processes_of_an_index_and_different_versions_are_refused():
