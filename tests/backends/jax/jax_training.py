@@ -17,8 +17,10 @@ STRATEGIES = {
     "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
     "mirrored_4": lambda: ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
     "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
+    "model_2x1": lambda: ks.ModelParallelStrategy(
+        "fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0
+    ),
 }
-
 
 on_each_kind = pytest.mark.parametrize("name", ["mirrored_2", "central", "one_device"])
 
@@ -42,13 +44,14 @@ class Counting(layers.Layer):
         return x
 
 
-def small_model(optimizer=None):
+def small_model(optimizer=None, **options):
     """A model that compiles quickly, for what does not depend on its layers."""
     keras.utils.set_random_seed(7)
     model = keras.Sequential(
         [keras.Input((6,)), Counting(name="counting"), layers.Dense(3), layers.Dense(1)]
     )
-    model.compile(optimizer or keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, "mse", **options)
     model.get_layer("counting").counts.update({True: 0, False: 0})
     return model
 

@@ -8,18 +8,10 @@ import itertools
 import textwrap
 import threading
 
+import jax
 import keras
 import numpy as np
 import pytest
-from harness.forker import run_code
-from keras import layers
-
-import keras_strategies as ks
-
-if keras.backend.backend() != "jax":
-    pytest.skip("tests of the JAX backend", allow_module_level=True)
-
-import jax
 from backends.jax.jax_training import (
     STRATEGIES,
     assert_same,
@@ -29,15 +21,13 @@ from backends.jax.jax_training import (
     small_model,
     trained,
 )
+from harness.forker import run_code
+from keras import layers
 
+import keras_strategies as ks
 from keras_strategies.engines.jax.fit import central_storage_trainer, compiled_steps
 from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 from keras_strategies.engines.jax.function import compiled_program
-
-ks.set_virtual_cpu_devices(4)
-
-
-# --- Central storage: one copy of the variables, steps in two programs -------------
 
 
 def test_central_storage_whose_device_computes_is_exact():
@@ -69,16 +59,9 @@ class Uses(keras.Model):
         trainable, non_trainable, optimizer, metrics = state
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
-        (loss, _), gradients = gradient(
-            trainable,
-            non_trainable,
-            metrics,
-            x,
-            y,
-            weights,
-            training=True,
-            optimizer_variables=optimizer,
-        )
+        given = (trainable, non_trainable, metrics, x, y, weights)
+        options = {"training": True, "optimizer_variables": optimizer}
+        (loss, _), gradients = gradient(*given, **options)
         apply = self.optimizer.stateless_apply
         if self.use == "before":
             trainable = [value * 0.5 for value in trainable]
@@ -106,8 +89,7 @@ def test_central_storage_runs_any_step(use, eager):
         with scope_of(strategy):
             keras.utils.set_random_seed(1)
             model = Uses(use)
-            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-            model.compile(optimizer, "mse", run_eagerly=eager)
+            model.compile(keras.optimizers.SGD(0.1, 0.9), "mse", run_eagerly=eager)
         history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
         model.evaluate(x, y, batch_size=8, verbose=0)
         return {"weights": model.get_weights(), **history.history}
@@ -118,15 +100,9 @@ def test_central_storage_runs_any_step(use, eager):
 @pytest.mark.parametrize("name", ["mirrored_2", "central", "model_2x1"])
 def test_trainable_changes_without_compile(name):
     """As in Keras: the optimizer has other variables, and `compile` makes a new one."""
-    strategies = {
-        **STRATEGIES,
-        "model_2x1": lambda: ks.ModelParallelStrategy(
-            "fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0
-        ),
-    }
     x, y = rows(8)
     messages = []
-    for strategy in (None, strategies[name]()):
+    for strategy in (None, STRATEGIES[name]()):
         with scope_of(strategy):
             model = small_model()
         model.fit(x, y, batch_size=8, verbose=0)
@@ -140,9 +116,6 @@ def test_trainable_changes_without_compile(name):
         model.compile(keras.optimizers.SGD(0.1), "mse")
     model.fit(x, y, batch_size=8, verbose=0)
     np.testing.assert_array_equal(model.layers[1].kernel.numpy(), frozen)
-
-
-# --- Programs -------------------------------------------------------------------
 
 
 @pytest.mark.nightly(unless=["mirrored_2", "one_device"])
@@ -204,9 +177,7 @@ def programs(monkeypatch):
 
 def model_of_several_steps(name, steps):
     with STRATEGIES[name]().scope():
-        model = small_model()
-        model.compile(keras.optimizers.Adam(0.01), "mse", steps_per_execution=steps)
-    return model
+        return small_model(keras.optimizers.Adam(0.01), steps_per_execution=steps)
 
 
 @pytest.mark.parametrize("name", ["mirrored_2", "one_device"])
@@ -237,9 +208,6 @@ def test_steps_before_a_failing_batch_are_done():
         model.fit(batches(), verbose=0)
     assert int(model.optimizer.iterations) == 6
     assert all(np.isfinite(each).all() for each in model.get_weights())
-
-
-# --- Interrupted loops ----------------------------------------------------------
 
 
 def assert_usable(model, weights):
@@ -311,11 +279,8 @@ def test_ctrl_c_in_a_step(name):
 
 @pytest.mark.parametrize("name", ["mirrored_2", "central"])
 def test_ctrl_c_while_keras_empties_the_variables(name, monkeypatch):
-    x = np.ones((8, 3), "float32")
-    with STRATEGIES[name]().scope():
-        model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
-        model.compile("sgd", "mse")
-    model.fit(x, x[:, :2], verbose=0)
+    x, y = rows(8)
+    _, model = trained(name)
     empties = type(model)._purge_model_variables
 
     def interrupted(self, **groups):
@@ -326,7 +291,7 @@ def test_ctrl_c_while_keras_empties_the_variables(name, monkeypatch):
     monkeypatch.setattr(type(model), "_purge_model_variables", interrupted)
     for method in (model.fit, model.evaluate):
         with pytest.raises(KeyboardInterrupt):
-            method(x, x[:, :2], verbose=0)
+            method(x, y, verbose=0)
         for before, after in zip(weights, model.get_weights(), strict=True):
             np.testing.assert_array_equal(before, after)
 
@@ -346,10 +311,7 @@ def interrupted_at(monkeypatch, owner, name, at):
 # The first record is that before the step.
 @pytest.mark.parametrize(
     ("name", "module", "at"),
-    [
-        ("mirrored_2", compiled_steps, 2),
-        ("central", central_storage_trainer, 1),
-    ],
+    [("mirrored_2", compiled_steps, 2), ("central", central_storage_trainer, 1)],
 )
 def test_ctrl_c_while_the_state_of_a_step_is_recorded(name, module, at, monkeypatch):
     x, y = rows(22)
@@ -376,9 +338,6 @@ def test_ctrl_c_while_the_state_of_a_loop_is_recorded(monkeypatch):
             step()
     step()
     np.testing.assert_array_equal(sums, [3.0, 6.0, 9.0])
-
-
-# --- Scopes ---------------------------------------------------------------------
 
 
 def test_a_strategy_makes_the_devices_it_names(tmp_path):

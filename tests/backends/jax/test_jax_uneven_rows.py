@@ -5,29 +5,22 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
-
-import keras_strategies as ks
-
-if keras.backend.backend() != "jax":
-    pytest.skip("tests of the JAX backend", allow_module_level=True)
-
-import jax
 from backends.jax.jax_training import STRATEGIES, assert_same
 from harness.strategies import MODEL_PARALLEL
+from keras import layers, ops
 
 from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 
-ks.set_virtual_cpu_devices(4)
-
 CLASSES = 5
 
 
-# --- Models ---------------------------------------------------------------------
+def normal(*shape: int) -> Any:
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
 
 
 def convolutions() -> keras.Model:
@@ -39,10 +32,6 @@ def convolutions() -> keras.Model:
     x = layers.Conv2D(16, 3, strides=2, padding="same", groups=2)(x)
     x = layers.GlobalAveragePooling2D()(x)
     return keras.Model(inputs, layers.Dense(CLASSES)(x))
-
-
-def convolution_data(rows: int) -> Any:
-    return np.random.default_rng(0).normal(size=(rows, 12, 12, 3)).astype("float32")
 
 
 def language() -> keras.Model:
@@ -80,19 +69,21 @@ class Contrast(keras.Model):
         return {**logs, "rows": ops.shape(data[0])[0] * ops.ones(())}, state
 
 
-def dense_data(rows: int) -> Any:
-    return np.random.default_rng(0).normal(size=(rows, 6)).astype("float32")
-
-
 MODELS = {
-    "convolutions": (convolutions, convolution_data),
+    "convolutions": (convolutions, lambda rows: normal(rows, 12, 12, 3)),
     "language": (language, language_data),
-    "contrast": (Contrast, dense_data),
+    "contrast": (Contrast, lambda rows: normal(rows, 6)),
 }
 
 
 def labels(rows: int) -> Any:
     return np.random.default_rng(1).integers(0, CLASSES, rows).astype("int32")
+
+
+def assert_as_one_device(results: Any, name: str, tolerance: float) -> None:
+    """Compares what a function returns under two strategies."""
+    found = results(STRATEGIES[name]())
+    assert_same(found, results(STRATEGIES["one_device"]()), tolerance)
 
 
 def compiled(name: str, **arguments: Any) -> keras.Model:
@@ -137,10 +128,8 @@ def programs(monkeypatch):
         program, executables = jitted(self, state, step), {}
 
         def run(*arguments):
-            key = (
-                jax.tree.structure(arguments),
-                *map(np.shape, jax.tree.leaves(arguments)),
-            )
+            shapes = map(np.shape, jax.tree.leaves(arguments))
+            key = (jax.tree.structure(arguments), *shapes)
             if key not in executables:
                 executables[key] = program.lower(*arguments).compile()
                 found[self._kind].append(executables[key])
@@ -150,10 +139,6 @@ def programs(monkeypatch):
 
     monkeypatch.setattr(CompiledStep, "_jitted", recording)
     return found
-
-
-def flops(program: Any) -> float:
-    return program.cost_analysis()["flops"]
 
 
 @pytest.mark.nightly(unless=["mirrored_4-contrast-1"])
@@ -179,7 +164,8 @@ def test_methods_give_the_numbers_of_one_device(strategy, name, rows, programs):
         for kind, own in sharded.items():
             assert len(own) == len(programs[kind])
             for many, one in zip(own, programs[kind], strict=True):
-                assert flops(many) < 1.35 * share * flops(one), kind
+                flops = [each.cost_analysis()["flops"] for each in (many, one)]
+                assert flops[0] < 1.35 * share * flops[1], kind
                 # No activations: only the ids of an embedding, for its gradient.
                 sent = sent_bytes(many.as_text())
                 sent.pop("all-reduce", None)
@@ -190,7 +176,7 @@ def test_several_steps_are_one_sharded_program(programs):
     """`steps_per_execution`: the padding is sliced off in the loop of the program."""
 
     def results(strategy):
-        x, y = dense_data(5 * 4), labels(5 * 4)
+        x, y = normal(5 * 4, 6), labels(5 * 4)
         with strategy.scope():
             model = compiled("contrast", steps_per_execution=2)
         history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
@@ -262,7 +248,7 @@ class Tuple(keras.Model):
 @pytest.mark.parametrize("strategy", ["mirrored_2", "central"])
 def test_an_unbuilt_model_predicts(strategy, wrap, several):
     """Keras calls it on the first batch, outside of a program."""
-    x = wrap((dense_data(7), 2 * dense_data(7)))
+    x = wrap((normal(7, 6), 2 * normal(7, 6)))
 
     def predicted(strategy):
         keras.utils.set_random_seed(3)
@@ -271,8 +257,7 @@ def test_an_unbuilt_model_predicts(strategy, wrap, several):
             model.compile("sgd", "mse", steps_per_execution=several)
         return {"predict": [model.predict(x, 3, 0), model.predict(x, 3, 0)]}
 
-    found = predicted(STRATEGIES[strategy]())
-    assert_same(found, predicted(STRATEGIES["one_device"]()), 1e-5)
+    assert_as_one_device(predicted, strategy, 1e-5)
 
 
 def test_grouped_convolutions_with_sharded_kernels():
@@ -286,7 +271,7 @@ def test_grouped_convolutions_with_sharded_kernels():
             x = layers.DepthwiseConv2D(3)(x)
             model = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
             model.compile(keras.optimizers.SGD(0.1), "mse")
-        x = np.random.default_rng(0).normal(size=(6, 6, 6, 8)).astype("float32")
+        x = normal(6, 6, 6, 8)
         losses = [model.train_on_batch(x, x[:, 0, 0, :2]) for _ in range(2)]
         return {"losses": losses, "weights": model.get_weights()}
 
@@ -323,8 +308,7 @@ def test_gradients_of_what_is_ordered_along_the_rows(layer: Any, rows: int) -> N
                 [layers.Input((6,)), layers.Dense(8), layer(), layers.Dense(1)]
             )
             model.compile(keras.optimizers.SGD(0.1), "mse")
-        x, y = dense_data(rows), dense_data(rows)[:, :1]
+        x, y = normal(rows, 6), normal(rows, 6)[:, :1]
         return {"loss": [model.train_on_batch(x, y)], "weights": model.get_weights()}
 
-    found = results(STRATEGIES["mirrored_4"]())
-    assert_same(found, results(STRATEGIES["one_device"]()), 1e-5)
+    assert_as_one_device(results, "mirrored_4", 1e-5)

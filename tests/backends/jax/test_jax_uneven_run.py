@@ -5,19 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
-
-if keras.backend.backend() != "jax":
-    pytest.skip("tests of the JAX backend", allow_module_level=True)
-
-import jax
 from keras import layers, ops
 
 import keras_strategies as ks
 
-ks.set_virtual_cpu_devices(4)
 X = np.random.default_rng(3).normal(size=(13, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
 CPUS = [f"cpu:{i}" for i in range(4)]
@@ -34,9 +29,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_uneven_replicas_that_need_each_other_are_refused(kind: str) -> None:
-    strategy = ks.MirroredStrategy(CPUS[:2])
-    with strategy.scope():
+def test_uneven_replicas_that_need_each_other_are_refused(mirrored, kind: str) -> None:
+    with mirrored.scope():
         weight = keras.Variable(np.ones(4, "float32"))
         normalization = layers.BatchNormalization()
         normalization.build((None, 4))
@@ -63,10 +57,10 @@ def test_uneven_replicas_that_need_each_other_are_refused(kind: str) -> None:
             loss = loss + 0 * ops.sum(weight)
         return loss
 
-    dataset = strategy.experimental_distribute_dataset([X[:5], X[:4]])
+    dataset = mirrored.experimental_distribute_dataset([X[:5], X[:4]])
     uneven, even = dataset
     with pytest.raises(ks.errors.ReplicaMismatchError) as caught:
-        strategy.run(replica_step, args=(uneven,))
+        mirrored.run(replica_step, args=(uneven,))
     text = str(caught.value)
     assert f"have 3, 2 rows, and {REFUSED[kind]}" in text
     assert "replica_step' (" in text
@@ -74,9 +68,8 @@ def test_uneven_replicas_that_need_each_other_are_refused(kind: str) -> None:
     assert "that 2 replicas divide" in text
     np.testing.assert_array_equal(np.asarray(weight), np.ones(4))
     # And the strategy can be used again.
-    assert np.isfinite(
-        float(strategy.reduce("SUM", strategy.run(replica_step, (even,))))
-    )
+    loss = mirrored.reduce("SUM", mirrored.run(replica_step, (even,)))
+    assert np.isfinite(float(loss))
 
 
 def branching(number: Any) -> Any:
@@ -91,15 +84,13 @@ def shaping(number: Any) -> Any:
 
 @pytest.mark.parametrize("rows", [4, 5])
 @pytest.mark.parametrize("use", [branching, shaping])
-def test_python_that_depends_on_the_replica_is_refused(use: Any, rows: int) -> None:
-    strategy = ks.MirroredStrategy(CPUS[:2])
-
+def test_python_that_depends_on_the_replica_is_refused(mirrored, use, rows) -> None:
     def replica_step(x: Any) -> Any:
         return use(ks.get_replica_context().replica_id_in_sync_group)
 
-    [batch] = strategy.experimental_distribute_dataset([X[:rows]])
+    [batch] = mirrored.experimental_distribute_dataset([X[:rows]])
     with pytest.raises(ks.errors.ReplicaMismatchError) as caught:
-        strategy.run(replica_step, args=(batch,))
+        mirrored.run(replica_step, args=(batch,))
     text = str(caught.value)
     line = use.__code__.co_firstlineno + 1
     assert f"replica_step' ({__file__}:{line}) depends on the replica" in text
@@ -107,8 +98,9 @@ def test_python_that_depends_on_the_replica_is_refused(use: Any, rows: int) -> N
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_an_error_of_the_function_is_raised_as_it_is_and_once(compiled: bool) -> None:
-    strategy = ks.MirroredStrategy(CPUS[:2])
+def test_an_error_of_the_function_is_raised_as_it_is_and_once(
+    mirrored, compiled
+) -> None:
     calls = []
 
     def replica_step(x: Any) -> Any:
@@ -116,14 +108,14 @@ def test_an_error_of_the_function_is_raised_as_it_is_and_once(compiled: bool) ->
         raise KeyError("boom")
 
     def step(x: Any) -> Any:
-        return strategy.run(replica_step, args=(x,))
+        return mirrored.run(replica_step, args=(x,))
 
     step = ks.function(step) if compiled else step
     with pytest.raises(KeyError, match="boom"):
         step(ks.PerReplica([X[:2], X[2:4]]))
     assert len(calls) == 1
     with pytest.raises(jax.errors.TracerBoolConversionError):
-        strategy.run(lambda x: 1 if x[0, 0] > 0 else 2, (ks.PerReplica([X, X]),))
+        mirrored.run(lambda x: 1 if x[0, 0] > 0 else 2, (ks.PerReplica([X, X]),))
 
 
 @pytest.mark.parametrize(
@@ -134,17 +126,15 @@ def test_an_error_of_the_function_is_raised_as_it_is_and_once(compiled: bool) ->
         (("a", "b"), "the values 'a', 'b'"),
     ],
 )
-def test_arguments_that_differ_otherwise_are_refused(parts: Any, reason: str) -> None:
-    strategy = ks.MirroredStrategy(CPUS[:2])
+def test_arguments_that_differ_otherwise_are_refused(mirrored, parts, reason) -> None:
     with pytest.raises(ks.errors.ReplicaMismatchError) as caught:
-        strategy.run(lambda x: x, args=(ks.PerReplica(parts),))
+        mirrored.run(lambda x: x, args=(ks.PerReplica(parts),))
     assert f"differ in more than their number of rows: {reason}" in str(caught.value)
 
 
-def test_devices_of_a_replica_and_uneven_rows_of_several_are_refused() -> None:
-    strategy = ks.MirroredStrategy(CPUS[:2])
+def test_devices_of_a_replica_and_uneven_rows_of_several_are_refused(mirrored) -> None:
     with pytest.raises(ks.errors.ReplicaMismatchError, match="devices` differs"):
-        strategy.run(lambda: len(ks.get_replica_context().devices))
+        mirrored.run(lambda: len(ks.get_replica_context().devices))
     strategy = ks.ModelParallelStrategy("auto", CPUS, 2)
     with pytest.raises(ks.errors.ReplicaMismatchError, match="has several devices"):
         strategy.run(lambda x: x, args=(ks.PerReplica([X[:2], X[:1]]),))
@@ -164,7 +154,6 @@ def test_rows_are_on_the_device_of_their_replica_only(compiled: bool) -> None:
     assert strategy.experimental_local_results(rows) == (3, 3, 2, 2)
     parts = strategy.experimental_local_results(outputs)
     assert [part.shape for part in parts] == [(3, 1), (3, 1), (2, 1), (2, 1)]
-    assert [str(*part.devices()) for part in parts] == [
-        str(device) for device in jax.devices("cpu")[:4]
-    ]
+    places = [str(*part.devices()) for part in parts]
+    assert places == [str(device) for device in jax.devices("cpu")[:4]]
     np.testing.assert_allclose(np.concatenate(parts), 2 * X[:10, :1] + Y[:10], 1e-6)

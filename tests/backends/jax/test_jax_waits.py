@@ -6,11 +6,13 @@ import threading
 import time
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from keras_strategies.engines.jax.workers.awaited_program import AwaitedProgram
+from keras_strategies.engines.jax.workers.service_waits import until_loss
 from keras_strategies.errors import WorkerError
-
-pytest.importorskip("jax")
 
 
 class Group:
@@ -30,8 +32,6 @@ class Group:
 
 def waited(call: Any, grace: float) -> tuple[float, BaseException]:
     """Seconds that a wait of a lost worker took, and its error."""
-    from keras_strategies.engines.jax.workers.service_waits import until_loss
-
     group: Any = Group(0.3)
     begin = time.monotonic()
     with pytest.raises((WorkerError, ValueError)) as raised:
@@ -65,27 +65,16 @@ class Workers:
         self._group: Any = Group(seconds)
 
     def executed(self, program: Any, *args: Any) -> Any:
-        import jax
-
-        from keras_strategies.engines.jax.workers.service_waits import until_loss
-
         wait = lambda: jax.block_until_ready(program(*args))  # noqa: E731
         return until_loss(self._group, wait, grace=1.0)
 
 
 def awaited(function: Any, seconds: float) -> Any:
-    import jax
-
-    from keras_strategies.engines.jax.workers.awaited_program import AwaitedProgram
-
     workers: Any = Workers(seconds)
     return AwaitedProgram(workers, jax.jit(function))
 
 
 def test_programs_are_traced_on_the_thread_of_the_caller_once() -> None:
-    import jax
-    import numpy as np
-
     threads = []
 
     def function(state: Any, batch: Any) -> Any:
@@ -104,8 +93,6 @@ def test_programs_are_traced_on_the_thread_of_the_caller_once() -> None:
 
 
 def test_an_execution_that_does_not_end_is_left() -> None:
-    import jax
-
     never, began = threading.Event(), threading.Event()
 
     def wait(x: Any) -> Any:

@@ -150,7 +150,7 @@ def kill_in_sums(folder: Path, size: int, is_victim: bool) -> None:
     TorchCommunicator.start_all_reduce = noted  # type: ignore[method-assign]
 
 
-def loop(strategy: Any, model: Any, x: Any, y: Any, steps: Steps, counts: bool) -> None:
+def loop(strategy: Any, model: Any, data: Any, callbacks: list[Any]) -> None:
     """Steps of `run`, with a metric."""
     with strategy.scope():
         error = keras.metrics.MeanSquaredError()
@@ -165,30 +165,23 @@ def loop(strategy: Any, model: Any, x: Any, y: Any, steps: Steps, counts: bool) 
         _, gradients = ks.value_and_grad(loss, variables)()
         model.optimizer.apply(gradients, variables)
 
-    def check(step: int) -> None:
-        assert int(model.optimizer.iterations) == step
-        assert float(error.count) == step * BATCH
-
-    waits = Waits() if counts else None
-    if waits is not None:
-        waits.until_confirmed(check)
-    for i, batch in enumerate(
-        strategy.experimental_distribute_dataset((x, y), batch_size=BATCH)
-    ):
-        steps.on_train_batch_begin(i)
-        if waits is not None:
-            waits.on_train_batch_begin(i)
+    for waits in callbacks[1:]:
+        waits.until_confirmed(lambda step: _check(model, error, step))
+    dataset = strategy.experimental_distribute_dataset(data, batch_size=BATCH)
+    for i, batch in enumerate(dataset):
+        for each in callbacks:
+            each.on_train_batch_begin(i)
         strategy.run(replica_step, args=batch)
-        steps.on_train_batch_end(i)
-    if waits is not None:
-        waits.on_train_end()
+        for each in callbacks:
+            each.on_train_batch_end(i)
+    for each in callbacks:
+        each.on_train_end()
 
 
-def _check(model: Any, step: int) -> None:
-    """Updates and metrics of a step of `fit` have been launched."""
+def _check(model: Any, metric: Any, step: int) -> None:
+    """Updates and metrics of a step have been launched."""
     assert int(model.optimizer.iterations) == step
-    [*_, compiled] = model.metrics
-    assert float(compiled.metrics[0].count) == step * BATCH
+    assert float(metric.count) == step * BATCH
 
 
 def main(folder: Path, options: set[str]) -> None:
@@ -213,20 +206,15 @@ def main(folder: Path, options: set[str]) -> None:
     keras.utils.set_random_seed(3)
     with strategy.scope():
         layer = Layer()
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                # Its gradient is the last pack: no later one fails because of it.
-                keras.layers.Dense(5, use_bias=False),
-                layer,
-                keras.layers.BatchNormalization(),
-                keras.layers.Dense(1),
-            ]
-        )
+        # Its gradient is the last pack: no later one fails because of it.
+        first = keras.layers.Dense(5, use_bias=False)
+        others = [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), first, layer, *others])
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         model.compile(optimizer, "mse", metrics=["mae"] if counts else None)
     steps = Steps(layer, index == 1 and not counts)
     steps.set_model(model)
+    callbacks: list[Any] = [steps, Waits()] if counts else [steps]
     if "loop" in options and index >= 0 and not counts:
         steps.is_victim = False
         size = sum(v.value.numel() for v in model.trainable_variables)
@@ -234,16 +222,14 @@ def main(folder: Path, options: set[str]) -> None:
     try:
         if "loop" in options:
             model.optimizer.build(model.trainable_variables)
-            loop(strategy, model, x, y, steps, counts)
+            loop(strategy, model, (x, y), callbacks)
         else:
-            callbacks: list[Any] = [steps]
-            if counts:
-                waits = Waits()
-                waits.until_confirmed(lambda step: _check(model, step))
-                callbacks.append(waits)
-            model.fit(
-                *(x, y), batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks
-            )
+            for waits in callbacks[1:]:
+                waits.until_confirmed(
+                    lambda step: _check(model, model.metrics[-1].metrics[0], step)
+                )
+            given = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+            model.fit(x, y, callbacks=callbacks, **given)
     finally:
         steps.note("end")
         np.savez(folder / f"weights{index}.npz", **steps.weights)

@@ -69,16 +69,14 @@ def trained(layer: Noting) -> None:
 
 
 def test_the_current_device_is_that_of_the_replica() -> None:
-    layer = Noting()
-    trained(layer)
+    trained(Noting())
     assert {found[0] for found, _ in FORWARD[-2:]} == {0, 1}
     assert {found[0] for found in BACKWARD} == {0, 1}
 
 
 def test_the_callers_streams_are_those_of_replicas_forward_and_backward() -> None:
-    layer = Noting()
     with torch.Stream(DEVICES[1]) as one, torch.Stream(DEVICES[0]) as zero:
-        trained(layer)
+        trained(Noting())
     current = (zero.stream_id, one.stream_id)
     assert 0 not in current
     assert {found[1:] for found, _ in FORWARD[-2:]} == {current}
@@ -87,9 +85,8 @@ def test_the_callers_streams_are_those_of_replicas_forward_and_backward() -> Non
 
 
 def test_a_default_device_is_that_of_the_replica() -> None:
-    layer = Noting(lambda: torch.empty(1).device)
     with DEVICES[0]:
-        trained(layer)
+        trained(Noting(lambda: torch.empty(1).device))
     assert {device for _, device in FORWARD[-2:]} == set(DEVICES)
 
 
@@ -101,14 +98,9 @@ def test_an_accelerator_and_a_cpu_equal_one_device(names) -> None:
 
 
 def noisy() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dropout(0.4),
-            keras.layers.GaussianNoise(0.5, seed=3),
-            keras.layers.Dense(3, "softmax"),
-        ]
-    )
+    noise = [keras.layers.Dropout(0.4), keras.layers.GaussianNoise(0.5, seed=3)]
+    last = keras.layers.Dense(3, "softmax")
+    return keras.Sequential([keras.Input((6,)), *noise, last])
 
 
 def weights_of_noisy(strategy: Any) -> Any:
@@ -245,9 +237,8 @@ def _waits_of_loop(strategy: Any) -> list[list[str]]:
         def loss() -> Any:
             found = model(x, training=True)
             metric.update_state(y, found)
-            return ks.compute_average_loss(
-                keras.ops.sparse_categorical_crossentropy(y, found)
-            )
+            losses = keras.ops.sparse_categorical_crossentropy(y, found)
+            return ks.compute_average_loss(losses)
 
         _, gradients = ks.value_and_grad(loss, weights)()
         model.optimizer.apply(gradients, weights)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
-import keras
 import pytest
+import torch
 from harness.devices import VARIABLE
 from harness.forker import Forker
 from harness.marks import ROTATION
 from harness.training import alone, assert_same, train
 from harness.worker_pool import WorkerPool
 from multi_worker.worker_cases import WORKER_CASES
-
-if keras.backend.backend() != "torch":
-    pytest.skip("tests of the Torch backend", allow_module_level=True)
-
-import torch
 
 import keras_strategies as ks
 from keras_strategies.engines.torch.nccl_works import check_own_gpus
@@ -101,18 +97,11 @@ def run_suite(folder: Path, devices: str, suite: tuple[str, ...]) -> None:
     # A backward pass that waits for itself ends with the stacks of all threads.
     options += ["-o", "faulthandler_timeout=60", "-o", "faulthandler_exit_on_timeout=1"]
     with Forker("torch", imports_strategies=True) as forker:
-        process = forker.start(
-            folder / "pytest.log",
-            str(PYTEST),
-            *(*options, *marks, *files),
-            **{
-                VARIABLE: devices,
-                "OMP_NUM_THREADS": "1",
-                # The tests that are named run here on any day.
-                ROTATION: "",
-                **EXACT_PRODUCTS,
-            },
-        )
+        # The tests that are named run here on any day.
+        environment = {VARIABLE: devices, "OMP_NUM_THREADS": "1", ROTATION: ""}
+        given = (str(PYTEST), *options, *marks, *files)
+        log = folder / "pytest.log"
+        process = forker.start(log, *given, **environment, **EXACT_PRODUCTS)
         code, _ = process.wait(600)
     text = process.text()
     assert code == 0, text[-10_000:]
@@ -133,15 +122,25 @@ WORKERS = ("conv_bn", "two_losses_and_a_penalty")
 
 @pytest.mark.slow(seconds=13)
 def test_two_workers_with_two_simulated_accelerators_each() -> None:
-    with Forker("torch") as forker:
-        pool = WorkerPool(forker, 2, 2, "simulated")
-        try:
-            cases = [each.case for each in WORKER_CASES if each.case.name in WORKERS]
-            for case in cases:
-                for found in pool.cluster(2)(train_on_workers, case.name):
-                    assert_same(alone(case), found, case.tolerance, case.name)
-        finally:
-            pool.close()
+    with cluster(2, "simulated") as workers:
+        for name in WORKERS:
+            assert_trains_as_one_device(workers, name)
+
+
+@contextlib.contextmanager
+def cluster(devices: int, *options: str):
+    """Two workers."""
+    with (
+        Forker("torch") as forker,
+        contextlib.closing(WorkerPool(forker, 2, devices, *options)) as pool,
+    ):
+        yield pool.cluster(devices)
+
+
+def assert_trains_as_one_device(workers, name: str) -> None:
+    [case] = [each.case for each in WORKER_CASES if each.case.name == name]
+    for found in workers(train_on_workers, name):
+        assert_same(alone(case), found, case.tolerance, name)
 
 
 @pytest.fixture
@@ -149,21 +148,15 @@ def sharing_workers(request, monkeypatch):
     """Two workers on the first GPU."""
     for name, value in EXACT_PRODUCTS.items():
         monkeypatch.setenv(name, value)  # For the reference.
-    with Forker("torch") as forker:
-        pool = WorkerPool(forker, 2, 1, "gpu", request.param)
-        try:
-            yield pool.cluster(1)
-        finally:
-            pool.close()
+    with cluster(1, "gpu", request.param) as workers:
+        yield workers
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sharing_workers", ["RING"], indirect=True)
 @pytest.mark.parametrize("name", WORKERS)
 def test_two_workers_share_a_gpu_by_gloo(sharing_workers, name: str) -> None:
-    [case] = [each.case for each in WORKER_CASES if each.case.name == name]
-    for found in sharing_workers(train_on_workers, name):
-        assert_same(alone(case), found, case.tolerance, case.name)
+    assert_trains_as_one_device(sharing_workers, name)
 
 
 @pytest.mark.gpu

@@ -8,11 +8,8 @@ import pytest
 from keras import layers
 
 import keras_strategies as ks
-
-torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="JAX reads it from the program"
-)
+from keras_strategies.engines.torch.compat import memory_tracker, tracked_bytes
+from keras_strategies.keras_compat.variables.values import raw_value
 
 
 def compiled(model, optimizer):
@@ -22,18 +19,11 @@ def compiled(model, optimizer):
 
 
 def images():
-    model = keras.Sequential(
-        [
-            keras.Input((16, 16, 3)),
-            layers.Conv2D(16, 3, padding="same"),
-            layers.BatchNormalization(),
-            layers.ReLU(),
-            layers.MaxPooling2D(),
-            layers.Dropout(0.3),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(10),
-        ]
-    )
+    x = inputs = keras.Input((16, 16, 3))
+    x = layers.Conv2D(16, 3, padding="same")(x)
+    x = layers.ReLU()(layers.BatchNormalization()(x))
+    x = layers.Dropout(0.3)(layers.MaxPooling2D()(x))
+    model = keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
     return compiled(model, keras.optimizers.SGD(0.1, 0.9, global_clipnorm=1.0))
 
 
@@ -56,18 +46,16 @@ def rematerialized():
 
 def batch_of(make):
     rng = np.random.default_rng(0)
-    x = {
-        images: lambda: rng.normal(size=(32, 16, 16, 3)).astype("float32"),
-        rematerialized: lambda: rng.normal(size=(32, 64)).astype("float32"),
-    }.get(make, lambda: rng.integers(0, 500, (32, 12)).astype("int32"))()
+    if make is words:
+        x = rng.integers(0, 500, (32, 12)).astype("int32")
+    else:
+        shape = (32, 16, 16, 3) if make is images else (32, 64)
+        x = rng.normal(size=shape).astype("float32")
     return x, rng.integers(0, 10, 32).astype("int32")
 
 
 @pytest.mark.parametrize("make", [images, words, rematerialized])
 def test_a_step_needs_what_the_plan_says(make):
-    from keras_strategies.engines.torch.compat import memory_tracker, tracked_bytes
-    from keras_strategies.keras_compat.variables.values import raw_value
-
     strategy = ks.OneDeviceStrategy("cpu:0")
     x, y = batch_of(make)
     plan = strategy.plan(make, (x, y))

@@ -9,11 +9,6 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-
-if keras.backend.backend() != "torch":
-    pytest.skip("tests of the Torch backend", allow_module_level=True)
-
-
 from keras_strategies.engines.torch.cuda_batches import CudaPrefetcher
 
 X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")

@@ -5,14 +5,10 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers
 
 import keras_strategies as ks
-
-if keras.backend.backend() != "torch":
-    pytest.skip("tests of the Torch backend", allow_module_level=True)
-
-import torch
 
 ALONE, REPLICAS = ["cpu:0"], ["cpu:0", "cpu:1"]
 
@@ -22,9 +18,6 @@ def assert_trains_as_one_device(train) -> None:
     found = [train(ks.MirroredStrategy(devices)) for devices in (ALONE, REPLICAS)]
     for expected, own in zip(*found, strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
-
-
-# Memory.
 
 
 class Large(layers.Layer):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
-
-if keras.backend.backend() != "torch":
-    pytest.skip("tests of the Torch backend", allow_module_level=True)
-
 from backends.torch import nccl_training
 from backends.torch.nccl_training import STEPS, VICTIM_STEP
 from harness.forker import Forked, Forker
@@ -35,37 +32,24 @@ def start(forker: Forker, folder: Path, count: int, *options: str) -> list[Forke
     return forker.start_workers(logs, nccl_training.__file__, str(folder), *options)
 
 
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
-
-
-def trained(
-    forker: Forker, folder: Path, *options: str
-) -> tuple[int, str, dict[int, Any]]:
+def trained(forker: Forker, folder: Path, *options: str) -> tuple[int, str, Any]:
     """The exit code and the output of worker 0, and the weights by worker."""
     processes = [each for n in (2, 1) for each in start(forker, folder, n, *options)]
     codes = [process.wait(SECONDS)[0] for process in processes]
-    text = processes[0].text()
     assert codes[1] in (-signal.SIGKILL, 128 + signal.SIGKILL), processes[1].text()
     assert codes[2] == 0, processes[2].text()
-    return (
-        codes[0],
-        text,
-        {index: dict(np.load(folder / f"weights{index}.npz")) for index in (0, -1)},
-    )
+    weights = [dict(np.load(folder / f"weights{index}.npz")) for index in (0, -1)]
+    return codes[0], processes[0].text(), weights
 
 
 @pytest.mark.slow(seconds=7)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", [[], ["loop"]], ids=["fit", "loop"])
 def test_partial_sums_of_a_lost_worker_are_not_applied(forker, tmp_path, kind):
-    code, text, weights = trained(forker, tmp_path, *kind)
+    code, text, (own, alone) = trained(forker, tmp_path, *kind)
     assert code == 1
     assert "Worker 1 (127.0.0.1, process" in text
     assert kind or f"This is worker 0, at step {VICTIM_STEP} of fit." in text
-    own, alone = weights[0], weights[-1]
     assert max(map(int, own.keys() - {"end"})) == VICTIM_STEP - 1
     last = str(VICTIM_STEP - 1)
     np.testing.assert_allclose(own[last], alone[last], 1e-5, 1e-6)
@@ -89,38 +73,10 @@ def test_the_host_waits_for_no_device_before_the_end_of_a_step(forker, tmp_path,
 
 @pytest.mark.multiprocess
 def test_an_elastic_group_repeats_the_step(forker, tmp_path):
-    code, text, weights = trained(forker, tmp_path, "elastic")
+    code, text, (own, alone) = trained(forker, tmp_path, "elastic")
     assert code == 0, text
     for step in (*range(1, STEPS + 1), "end"):
-        np.testing.assert_allclose(
-            weights[0][str(step)], weights[-1][str(step)], 1e-5, 1e-6
-        )
-
-
-class Group:
-    """Stands in for a `WorkerGroup`."""
-
-    def __init__(self, error: Exception | None = None):
-        self.error = error
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-class Work:
-    """A collective that ends after some looks at it."""
-
-    def __init__(self, looks: int = 0, error: Exception | None = None):
-        self.looks, self.error = looks, error
-
-    def is_completed(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-    def wait(self) -> None:
-        if self.error is not None:
-            raise self.error
+        np.testing.assert_allclose(own[str(step)], alone[str(step)], 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -128,13 +84,18 @@ def test_weights_are_spoiled_by_aborted_sums_and_not_by_interruptions(is_lost):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     workers = TorchCommunicator.__new__(TorchCommunicator)
-    workers.group = Group(WorkerError("Worker 1 was lost.") if is_lost else None)
+    lost = WorkerError("Worker 1 was lost.") if is_lost else None
+    workers.group = mock.Mock(spec=["check"], **{"check.side_effect": lost})
     workers._works = NcclWorks()
+    # A collective that ends after some looks at it.
+    looks = itertools.chain([False] * 3, itertools.repeat(True))
+    work = mock.Mock(spec=["is_completed", "wait"])
+    work.is_completed.side_effect = looks
     with (
         pytest.raises(KeyboardInterrupt),
         confirmed(lambda: written_by_steps(model), workers),
     ):
-        workers._works.add(Work(3))
+        workers._works.add(work)
         workers._works.use()
         raise KeyboardInterrupt
     assert workers.has_used_unconfirmed == is_lost
@@ -144,16 +105,13 @@ def test_weights_are_spoiled_by_aborted_sums_and_not_by_interruptions(is_lost):
 def test_torch_leaves_errors_to_this_package(monkeypatch):
     """Under torchrun, Torch's watchdog would end the process."""
     found: dict[str, str | None] = {}
-
-    class Nccl:
-        class Options:
-            pass
-
-        def __init__(self, *given: Any):
-            found.update({name: os.environ.get(name) for name in names})
-
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-    monkeypatch.setattr(nccl_works.dist, "ProcessGroupNCCL", Nccl, raising=False)
+
+    def create(*given: Any) -> None:
+        found.update({name: os.environ.get(name) for name in names})
+
+    nccl = mock.Mock(side_effect=create)
+    monkeypatch.setattr(nccl_works.dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setenv(names[0], "1")
     monkeypatch.delenv(names[1], raising=False)
     nccl_works.create_nccl_group(None, 0, 2, None)  # type: ignore[arg-type]

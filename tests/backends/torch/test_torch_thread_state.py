@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import torch
 from harness.data import classes
 from harness.strategies import STRATEGIES
-
-if keras.backend.backend() != "torch":
-    pytest.skip("tests of the Torch backend", allow_module_level=True)
-
-import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
@@ -27,19 +23,8 @@ pytestmark = pytest.mark.filterwarnings("error:.*cannot be split by rows")
 WORD = contextvars.ContextVar("word", default="")
 
 
-class Notes:
-    """A list outside of the layer: layers that change what they hold are not split."""
-
-    found: ClassVar[dict[int, list[Any]]] = {}
-
-    def __init__(self) -> None:
-        self.found[id(self)] = []
-
-    def append(self, note: Any) -> None:
-        self.found[id(self)].append(note)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.found[id(self)][index]
+#: Of the newest layer: layers that change what they hold are not split.
+NOTES: list[Any] = []
 
 
 @ks.row_wise
@@ -49,7 +34,7 @@ class Noting(keras.layers.Layer):
     def __init__(self, note: Any = lambda: None) -> None:
         super().__init__()
         self.note = note
-        self.notes = Notes()
+        NOTES.clear()
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], 3), initializer="ones")
@@ -57,46 +42,56 @@ class Noting(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         x = torch.matmul(x, self.kernel.value)
         if not isinstance(x, FakeTensor):  # The call that is only recorded.
-            self.notes.append((threading.get_ident(), self.note()))
+            NOTES.append((threading.get_ident(), self.note()))
         return torch.tanh(x * x)
+
+
+class Model(keras.Model):
+    """A layer, trained by `step(model, x)`."""
+
+    def __init__(self, layer: keras.layers.Layer, step: Any) -> None:
+        super().__init__()
+        self.layer, self.step = layer, step
+        self.build((None, 6))
+
+    def build(self, shape: Any) -> None:
+        self.layer.build(shape)
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.layer(x)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self.step(self, batch[0])}
+
+
+def fitted(name: str, layer: keras.layers.Layer, step: Any) -> keras.Model:
+    with STRATEGIES[name].make().scope():
+        model = Model(layer, step)
+        model.compile(keras.optimizers.SGD(0.1))
+    rows = classes(7)
+    model.fit(rows.x, rows.y, batch_size=7, shuffle=False, verbose=0)
+    return model
 
 
 def trained(name: str, layer: keras.layers.Layer, context: Any) -> list[Any]:
     """Weights and outputs after a step in a context, within a custom `train_step`."""
     outputs = []
 
-    class Model(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-            self.build((None, 6))
+    def step(model: keras.Model, x: Any) -> Any:
+        model.zero_grad()
+        with context():
+            found = model(x * 0.01, training=True)
+            loss = found.float().square().sum()
+            loss.backward()
+        outputs.append(found.detach())
+        variables = model.trainable_weights
+        gradients = [variable.value.grad for variable in variables]
+        with torch.no_grad():
+            model.optimizer.apply(gradients, variables)
+        return loss
 
-        def build(self, shape: Any) -> None:
-            self.layer.build(shape)
-            self.built = True
-
-        def call(self, x: Any) -> Any:
-            return self.layer(x)
-
-        def train_step(self, batch: Any) -> dict[str, Any]:
-            x, _ = batch
-            self.zero_grad()
-            with context():
-                found = self(x * 0.01, training=True)
-                loss = found.float().square().sum()
-                loss.backward()
-            outputs.append(found.detach())
-            variables = self.trainable_weights
-            gradients = [variable.value.grad for variable in variables]
-            with torch.no_grad():
-                self.optimizer.apply(gradients, variables)
-            return {"loss": loss}
-
-    with STRATEGIES[name].make().scope():
-        model = Model()
-        model.compile(keras.optimizers.SGD(0.1))
-    rows = classes(7)
-    model.fit(rows.x, rows.y, batch_size=7, shuffle=False, verbose=0)
+    model = fitted(name, layer, step)
     return [outputs[0].dtype, outputs[0].float(), *model.get_weights()]
 
 
@@ -110,11 +105,10 @@ def assert_as_one_device(context: Any, rtol: float = 1e-6) -> None:
 
 def noted(note: Any, context: Any) -> set[Any]:
     """What each of two replicas notes, beside their threads, which differ."""
-    layer = Noting(note)
-    trained("mirrored_2", layer, context)
+    trained("mirrored_2", Noting(note), context)
     # The last two calls are those of the replicas; others probe the layer.
-    assert len({thread for thread, _ in layer.notes[-2:]}) == 2
-    return {found for _, found in layer.notes[-2:]}
+    assert len({thread for thread, _ in NOTES[-2:]}) == 2
+    return {found for _, found in NOTES[-2:]}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -162,7 +156,7 @@ def test_inference_mode_and_no_grad() -> None:
     with torch.inference_mode():
         found = [model.predict(x, verbose=0) for model in model_of.values()]
     np.testing.assert_allclose(*found, rtol=1e-6)
-    assert [note for _, note in layer.notes[-2:]] == [True, True]
+    assert [note for _, note in NOTES[-2:]] == [True, True]
 
 
 class _Functions(TorchFunctionMode):
@@ -218,30 +212,16 @@ def test_state_of_the_caller(name) -> None:
 
 
 def test_a_layer_in_a_transform_is_not_split() -> None:
-    with STRATEGIES["mirrored_2"].make().scope():
-        layer = Noting()
-        layer.build((None, 6))
-
-        class Model(keras.Model):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = layer
-                self.built = True
-
-            def train_step(self, batch: Any) -> dict[str, Any]:
-                x = batch[0]
-                derivatives.append(
-                    torch.func.jvp(lambda x: self.layer(x), (x,), (x * 0 + 1,))[1]
-                )
-                derivatives.append(torch.func.vjp(self.layer, x)[1](x[:, :3])[0])
-                return {"loss": 0.0}
-
-        model = Model()
-        model.compile()
     derivatives: list[torch.Tensor] = []
-    rows = classes(7)
-    model.fit(rows.x, rows.y, batch_size=7, shuffle=False, verbose=0)
-    x = torch.tensor(rows.x)
+
+    def step(model: Any, x: Any) -> float:
+        forward = torch.func.jvp(lambda x: model.layer(x), (x,), (x * 0 + 1,))
+        backward = torch.func.vjp(model.layer, x)[1](x[:, :3])
+        derivatives.extend([forward[1], backward[0]])
+        return 0.0
+
+    fitted("mirrored_2", Noting(), step)
+    x = torch.tensor(classes(7).x)
     outputs = x.sum(1, keepdim=True)
     slope = 2 * outputs * (1 - torch.tanh(outputs**2) ** 2)
     found = [each.detach().cpu() for each in derivatives]
