@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.forker import Forked, Forker
 from multi_worker.faulty import TIMEOUT
-
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 SCRIPT = str(Path(__file__).with_name("faulty.py"))
 #: Seconds that every other worker may take until its error (contract: plus ten).
@@ -53,18 +49,9 @@ class Outcome:
 def run_fault(forker: Forker, case: FaultCase, folder: Path) -> list[Outcome]:
     """Trains until the fault has ended it."""
     (folder / "checkpoints").mkdir()
-    addresses = free_addresses(case.workers)
+    logs = [folder / f"process{index}.log" for index in range(case.workers)]
     arguments = [case.kind, case.place, str(case.victim), str(folder)]
-    processes = [
-        forker.start(
-            folder / f"process{index}.log",
-            SCRIPT,
-            *arguments,
-            TF_CONFIG=_config(addresses, index),
-            OMP_NUM_THREADS="1",
-        )
-        for index in range(case.workers)
-    ]
+    processes = forker.start_workers(logs, SCRIPT, *arguments)
     try:
         for index in case.others:
             processes[index].wait(_START_SECONDS + LIMIT)
@@ -73,11 +60,6 @@ def run_fault(forker: Forker, case: FaultCase, folder: Path) -> list[Outcome]:
     finally:
         for process in processes:
             process.kill()
-
-
-def _config(addresses: Sequence[str], index: int) -> str:
-    task = {"type": "worker", "index": index}
-    return json.dumps({"cluster": {"worker": addresses}, "task": task})
 
 
 def _begin(folder: Path) -> float:

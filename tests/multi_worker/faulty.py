@@ -96,13 +96,12 @@ class Layer(keras.layers.Dense):
             Layer.fault.happen()
 
 
-def main(kind: str, place: str, victim: int, folder: Path) -> None:
+def train(kind: str, place: str, victim: int, folder: Path) -> None:
     communication = ks.CommunicationOptions(timeout_seconds=TIMEOUT)
     fault = Fault(kind, folder)
     fault.note("begin")
     strategy = ks.MultiWorkerMirroredStrategy(communication_options=communication)
-    index = strategy.cluster_resolver.task_id
-    is_victim = index == victim
+    is_victim = strategy.cluster_resolver.task_id == victim
     x = np.random.default_rng(0).normal(size=(STEPS * BATCH, 5)).astype("float32")
     y = x[:, :2]
     with strategy.scope():
@@ -122,13 +121,9 @@ def main(kind: str, place: str, victim: int, folder: Path) -> None:
     model.fit(*data, batch_size=batch_size, callbacks=callbacks, **options)
 
 
-def run(kind: str, place: str, victim: str, folder: str) -> None:
+if __name__ == "__main__":
     try:
-        main(kind, place, int(victim), Path(folder))
+        train(*sys.argv[1:3], int(sys.argv[3]), Path(sys.argv[4]))
     except (ks.errors.WorkerError, ks.errors.ClusterError) as error:
         print(f"ERROR {time.time()!r} {type(error).__name__} {error}", flush=True)
         raise
-
-
-if __name__ == "__main__":
-    run(*sys.argv[1:])

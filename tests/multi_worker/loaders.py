@@ -48,26 +48,20 @@ class Noisy(Rows):
         self.made: Any = None
 
     def noise(self, i: int) -> Any:
-        if self.kind == "torch":
-            return float(torch.rand(()))
-        if self.kind == "numpy":
-            return np.random.rand()
-        if self.kind == "python":
-            return random.random()
-        if self.kind == "generator":
-            return self.generator.random()
-        if self.kind == "own python":
-            return self.python.random()
-        if self.kind == "keras":
-            return float(keras.random.uniform((), seed=self.seeds))
-        if self.kind == "keras global":
-            return float(keras.random.uniform(()))
-        if self.kind == "made later":
-            if self.made is None:
-                self.made = np.random.default_rng(7)
-            return self.made.random()
-        # Rows of one worker, in the second epoch's batches too.
-        return np.random.rand() if i == ROWS - 2 else 0.0
+        if self.kind == "made later" and self.made is None:
+            self.made = np.random.default_rng(7)
+        draw: Any = {
+            "torch": lambda: torch.rand(()),
+            "numpy": np.random.rand,
+            "python": random.random,
+            "generator": self.generator.random,
+            "own python": self.python.random,
+            "keras": lambda: keras.random.uniform((), seed=self.seeds),
+            "keras global": lambda: keras.random.uniform(()),
+            "made later": lambda: self.made.random(),
+            # Rows of one worker, in the second epoch's batches too.
+        }.get(self.kind, lambda: np.random.rand() if i == ROWS - 2 else 0.0)
+        return float(draw())
 
     def __getitem__(self, i: int) -> Any:
         x, y, weight = super().__getitem__(i)
@@ -76,3 +70,16 @@ class Noisy(Rows):
 
 def loader(dataset: Any, **options: Any) -> Any:
     return DataLoader(dataset, **{"batch_size": BATCH, "shuffle": True, **options})
+
+
+def dataset_of(kind: str) -> Any:
+    return Rows() if kind == "rows" else Noisy(kind)
+
+
+def draws() -> list[float]:
+    """Equal ones follow where the generators of the process have moved alike."""
+    return [random.random(), np.random.rand(), float(torch.rand(()))]
+
+
+def index_of(strategy: Any) -> int:
+    return 0 if strategy.workers is None else int(strategy.workers.group.index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import h5py
 import keras
 import numpy as np
 import pytest
-
-import keras_strategies as ks
+from multi_worker.clusters import cut, scope_of
 
 pytestmark = pytest.mark.one_backend
 
@@ -24,10 +22,10 @@ CONFIG = {
 }
 
 
-def with_adapters(scope: Any, seed: int) -> Any:
+def with_adapters(strategy: Any, seed: int) -> Any:
     """A backbone with adapters of values that tell layers and entries apart."""
     keras.utils.set_random_seed(seed)
-    with scope:
+    with scope_of(strategy):
         model = keras_hub.models.Llama3Backbone(**CONFIG)
         model.enable_lora(3)
     rng = np.random.default_rng(seed)
@@ -50,25 +48,21 @@ def entries(path: Path) -> dict[str, bytes]:
 
 
 def program(strategy: Any, folder: str, is_sharded: bool) -> list[Any]:
-    own = strategy
-    if is_sharded:
-        own = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0)
-    model = with_adapters(own.scope(), 1)
+    own = cut() if is_sharded else strategy
+    model = with_adapters(own, 1)
     path = str(Path(folder) / "own.lora.h5")
     model.save_lora_weights(path)
     # A worker that has returned finds the complete file.
     written = entries(Path(path))
-    other = with_adapters(own.scope(), 2)
+    other = with_adapters(own, 2)
     other.load_lora_weights(str(Path(folder) / "alone.lora.h5"))
     values = [keras.ops.convert_to_numpy(v) for v in other.trainable_variables]
     return [written, [np.array(value) for value in values]]
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["copies", "shards"])
-def test_workers_write_and_read_the_file_of_one_device(
-    cluster: Any, tmp_path: Path, is_sharded: bool
-) -> None:
-    alone = with_adapters(contextlib.nullcontext(), 1)
+def test_workers_write_and_read_the_file_of_one_device(cluster, tmp_path, is_sharded):
+    alone = with_adapters(None, 1)
     alone.save_lora_weights(str(tmp_path / "alone.lora.h5"))
     expected = entries(tmp_path / "alone.lora.h5")
     assert any(name.endswith("lora_kernel_a") for name in expected)

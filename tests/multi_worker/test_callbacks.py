@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 from harness.training import assert_same, numbers
+from multi_worker.clusters import assert_as_one_device, dense
 
 import keras_strategies as ks
 
@@ -23,20 +23,17 @@ def rows(count=22):
     return x, x[:, :1] - x[:, 1:2]
 
 
-def make_model(strategy, rate=0.05):
-    keras.utils.set_random_seed(5)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)]
-        )
-        model.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse")
-    return model
+def make_model(strategy):
+    return dense(
+        *(strategy, 4, lambda: [keras.layers.Dense(3), keras.layers.Dense(1)]),
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    )
 
 
 def test_a_worker_loads_what_the_chief_has_saved(cluster, tmp_path):
     """`tf.distribute` saves on every worker, each to a path of its own."""
 
-    def program(strategy, folder):
+    def program(strategy):
         model = make_model(strategy)
         model.fit(*rows(), batch_size=8, verbose=0)
         if strategy.workers.is_chief:
@@ -49,27 +46,27 @@ def test_a_worker_loads_what_the_chief_has_saved(cluster, tmp_path):
 
             model.layers[0].save_own_variables = slowly
         for turn in range(2):
-            path = Path(folder) / f"{turn}.keras"
+            path = tmp_path / f"{turn}.keras"
             model.save(path)
             keras.models.load_model(path)
-            path = Path(folder) / f"{turn}.weights.h5"
+            path = tmp_path / f"{turn}.weights.h5"
             model.save_weights(path)
             model.load_weights(path)
         if keras.backend.backend() == "tensorflow":
-            model.export(Path(folder) / "export", verbose=False)
-            assert (Path(folder) / "export" / "saved_model.pb").exists()
+            model.export(tmp_path / "export", verbose=False)
+            assert (tmp_path / "export" / "saved_model.pb").exists()
         # A worker is told that the chief could not save.
         kind = OSError if strategy.workers.is_chief else ks.errors.WorkerError
         with pytest.raises(kind):
-            model.save(Path(folder) / "missing" / "model.keras")
+            model.save(tmp_path / "missing" / "model.keras")
 
-    cluster(program, str(tmp_path))
+    cluster(program)
 
 
 def test_only_the_chief_writes_files(cluster, tmp_path):
-    def program(strategy, folder):
+    def program(strategy):
         # Each worker has a folder of its own, as on machines of their own.
-        own = Path(folder) / str(strategy.workers.group.index)
+        own = tmp_path / str(strategy.workers.group.index)
         own.mkdir()
         model = make_model(strategy)
         kinds = keras.callbacks
@@ -87,7 +84,7 @@ def test_only_the_chief_writes_files(cluster, tmp_path):
         model.save_weights(own / "last.weights.h5")
         return numbers(model)
 
-    found = cluster(program, str(tmp_path))
+    found = cluster(program)
     files = {path.name for path in (tmp_path / "0").iterdir()}
     assert files == {
         *("1.keras", "2.keras", "best.weights.h5", "log.csv"),
@@ -147,23 +144,22 @@ def test_a_worker_alone_may_have_a_callback_of_batches(cluster):
     """On either worker; what it decides on another than the chief does not count."""
 
     def program(strategy, owner):
-        index, seen = strategy.workers.group.index, []
+        model, seen = make_model(strategy), []
 
         def end(batch, logs):
             seen.append(batch)
             if batch == 2:
-                strategy_model.stop_training = True
+                model.stop_training = True
 
         class Stop(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
                 end(batch, logs)
 
-        strategy_model = make_model(strategy)
         kinds = [Stop(), keras.callbacks.LambdaCallback(on_train_batch_end=end)]
-        callbacks = [kinds[owner]] if index == owner else []
+        callbacks = [kinds[owner]] if strategy.workers.group.index == owner else []
         options = {"batch_size": 2, "epochs": 2, "verbose": 0}
-        history = strategy_model.fit(*rows(), **options, callbacks=callbacks)
-        return seen, len(history.epoch), numbers(strategy_model)
+        history = model.fit(*rows(), **options, callbacks=callbacks)
+        return seen, len(history.epoch), numbers(model)
 
     (seen, epochs, chief), (_, others_epochs, other) = cluster(program, 0)
     assert (seen, epochs, others_epochs) == ([0, 1, 2], 1, 1)
@@ -208,9 +204,7 @@ def test_a_step_that_a_callback_makes_again_trains_on_the_next_batch(cluster):
         model.fit(batches, **options, callbacks=[again])
         return numbers(model)
 
-    expected = program(ks.OneDeviceStrategy("cpu:0"))
-    for index, found in enumerate(cluster(program)):
-        assert_same(expected, found, 1e-5, f"worker {index}")
+    assert_as_one_device(cluster, program)
 
 
 def test_initial_weights_are_the_chiefs(cluster):

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from multi_worker.clusters import dense
 
 BACKEND = keras.backend.backend()
 STEPS = 6
@@ -111,7 +112,6 @@ SOURCES = {"every row": Pairs, "own rows": pairs_of_rows, "loader": loader}
 
 
 def awaited(strategy: Any, source: str) -> list[list[int]]:
-    """Of each step: comparisons that it reads, and those that it awaits."""
     import keras_strategies as ks
 
     counted = Comparisons()
@@ -123,10 +123,7 @@ def awaited(strategy: Any, source: str) -> list[list[int]]:
             return x
 
     ks.row_wise(Computes)
-    with strategy.scope():
-        layers = [keras.Input((3,)), Computes(), keras.layers.Dense(1)]
-        model = keras.Sequential(layers)
-        model.compile("sgd", "mse")
+    model = dense(strategy, 3, lambda: [Computes(), keras.layers.Dense(1)])
     data = SOURCES[source]()
     model.fit(data, shuffle=False, verbose=0, callbacks=[counted])
     return counted.read

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from harness.training import assert_same
 from keras import ops
-from multi_worker.clusters import on_clusters
+from multi_worker.clusters import ALL, on_clusters, one_device
+from test_float8 import assert_equal, fitted, looped
 
 import keras_strategies as ks
 
@@ -194,10 +195,10 @@ def loop(strategy, compiled: bool):
 
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.nightly(unless=["False-two"])
-@on_clusters("two", "three", "two_by_two")
+@ALL
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_portable_loop_equals_one_device(cluster, compiled):
-    expected = loop(ks.OneDeviceStrategy("cpu:0"), compiled)
+    expected = loop(one_device(), compiled)
     found = cluster(loop, compiled)
     for index, results in enumerate(found):
         assert_same(expected, results, 1e-4, f"worker {index}")
@@ -308,3 +309,13 @@ def test_bytes_of_a_worker_arrive(cluster, source):
         return found
 
     assert cluster(program) == [[True] * len(SIZES)] * 3
+
+
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["two_by_two-looped"])
+@pytest.mark.parametrize("train", [fitted, looped])
+@BOTH
+def test_float8_variables_are_overwritten_as_on_one_device(cluster, train) -> None:
+    expected = train(one_device())
+    for found in cluster(train):
+        assert_equal(found, expected)

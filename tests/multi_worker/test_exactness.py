@@ -9,6 +9,7 @@ import keras
 import pytest
 from harness.marks import BACKENDS
 from harness.training import alone, assert_same, train
+from multi_worker.clusters import with_clusters
 from multi_worker.worker_cases import WORKER_CASES, WorkerCase
 
 BACKEND = keras.backend.backend()
@@ -28,8 +29,8 @@ def marks(case: WorkerCase) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.slow(seconds=15)
-@pytest.mark.parametrize(
-    ("worker_case", "cluster"),
+@with_clusters(
+    "worker_case cluster",
     [
         pytest.param(
             *(each, each.cluster),
@@ -38,8 +39,6 @@ def marks(case: WorkerCase) -> list[pytest.MarkDecorator]:
         )
         for each in WORKER_CASES
     ],
-    indirect=["cluster"],
-    scope="session",
 )
 def test_same_as_one_device(worker_case: WorkerCase, cluster):
     case = worker_case.case

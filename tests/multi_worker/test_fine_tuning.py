@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from harness.training import assert_same
 from keras import layers
+from multi_worker.clusters import cut, on_clusters, one_device, scope_of
 
 import keras_strategies as ks
 from keras_strategies.training.resume import resume_callback
@@ -74,40 +75,25 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 #: Sums of bfloat16 have another order.
 TOLERANCES = {"lora in bfloat16": 2e-2, "twice": 2e-2}
+IN_ORDER: dict[str, Any] = {"batch_size": 4, "shuffle": False, "verbose": 0}
 
 
 def tuned(strategy: Any, kind: str, is_sharded: bool) -> dict[str, Any]:
     """Logs and weights of a training with unequal numbers of tokens."""
-    scope: Any = contextlib.nullcontext()
-    if strategy is not None:
-        scope = strategy.scope()
-    if is_sharded:
-        scope = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0).scope()
     keras.utils.set_random_seed(3)
-    with scope:
+    with scope_of(cut() if is_sharded else strategy):
         model = MODELS[kind]()
         model.compile(
             keras.optimizers.SGD(0.2, 0.9, gradient_accumulation_steps=2),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             weighted_metrics=["accuracy"],
         )
-    history = model.fit(
-        TOKENS,
-        NEXT,
-        sample_weight=COUNTED,
-        batch_size=4,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-    ).history
-    values = [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
-    return {
-        **{name: np.array(values) for name, values in history.items()},
-        **{
-            f"weight {i}": np.asarray(value, "float32")
-            for i, value in enumerate(values)
-        },
-    }
+    fitted = model.fit(TOKENS, NEXT, sample_weight=COUNTED, epochs=2, **IN_ORDER)
+    found = {name: np.array(values) for name, values in fitted.history.items()}
+    for i, variable in enumerate(model.trainable_variables):
+        value = keras.ops.convert_to_numpy(variable)
+        found[f"weight {i}"] = np.asarray(value, "float32")
+    return found
 
 
 @pytest.mark.one_backend
@@ -115,12 +101,10 @@ def tuned(strategy: Any, kind: str, is_sharded: bool) -> dict[str, Any]:
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["copies", "shards"])
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("cluster", ["two", "three"], indirect=True, scope="session")
-def test_fine_tuning_is_that_of_one_device(
-    cluster: Any, kind: str, is_sharded: bool
-) -> None:
+@on_clusters("two", "three")
+def test_fine_tuning_is_that_of_one_device(cluster, kind, is_sharded) -> None:
     # Plain Keras on JAX does not train what a layer gives `keras.remat` as it is.
-    expected = tuned(ks.OneDeviceStrategy("cpu:0"), kind, False)
+    expected = tuned(one_device(), kind, False)
     for found in cluster(tuned, kind, is_sharded):
         assert_same(expected, found, TOLERANCES.get(kind, 1e-5), "a worker")
 
@@ -140,7 +124,7 @@ if keras.backend.backend() != "torch":  # There a process has one device of a me
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("make", IN_ONE_PROCESS.values(), ids=IN_ONE_PROCESS)
 def test_fine_tuning_in_one_process_is_that_of_one_device(kind: str, make: Any) -> None:
-    expected = tuned(ks.OneDeviceStrategy("cpu:0"), kind, False)
+    expected = tuned(one_device(), kind, False)
     found = tuned(make(), kind, False)
     assert_same(expected, found, TOLERANCES.get(kind, 1e-5), "several devices")
 
@@ -150,7 +134,7 @@ def judged(strategy: Any) -> list[float]:
     x = np.random.default_rng(2).normal(size=(ROWS, 6)).astype("float32")
     y = (x + np.roll(x, 1, 1) > 0).astype("float32")
     keras.utils.set_random_seed(4)
-    with contextlib.nullcontext() if strategy is None else strategy.scope():
+    with scope_of(strategy):
         model = keras.Sequential([keras.Input((6,)), layers.Dense(6, "sigmoid")])
         found = [keras.metrics.AUC(20), keras.metrics.PearsonCorrelation()]
         with contextlib.suppress(ImportError):
@@ -163,7 +147,7 @@ def judged(strategy: Any) -> list[float]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("cluster", ["three"], indirect=True, scope="session")
+@on_clusters("three")
 def test_metrics_with_workers_without_rows(cluster: Any) -> None:
     expected = judged(None)
     for found in cluster(judged):
@@ -177,17 +161,10 @@ def word_model(seed: int) -> Any:
     return model
 
 
-IN_ORDER: dict[str, Any] = {"batch_size": 4, "shuffle": False, "verbose": 0}
-
-
 def saved_and_continued(scope: Any, folder: str, way: str) -> list[np.ndarray]:
     """Weights after an epoch, and those of another model that trains two more.
 
-    Args:
-        scope: makes a context in which models are made.
-        folder: that of files.
-        way: "file" for a model that was saved and loaded, "snapshot" for one with other
-            weights that `Resume` continues.
+    It was saved and loaded, or has other weights, and `Resume` continues a snapshot.
     """
     given = dict(IN_ORDER)
     with scope():
@@ -209,29 +186,22 @@ def saved_and_continued(scope: Any, folder: str, way: str) -> list[np.ndarray]:
     return [np.array(v) for each in (model, other) for v in each.get_weights()]
 
 
-def of_workers(strategy: Any, folder: str, way: str) -> list[np.ndarray]:
-    own = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0)
-    return saved_and_continued(own.scope, folder, way)
-
-
 @pytest.mark.nightly
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("way", ["file", "snapshot"])
-def test_words_that_do_not_divide_are_saved_and_continued(
-    cluster: Any, way: str, tmp_path: Any
-) -> None:
-    with ks.OneDeviceStrategy("cpu:0").scope():
+def test_words_that_do_not_divide_are_saved_and_continued(cluster, way, tmp_path):
+    with one_device().scope():
         alone = word_model(3)
     expected: list[np.ndarray] = []
     for begin, end in ((0, 1), (1, 3)):
         alone.fit(TOKENS, NEXT, initial_epoch=begin, epochs=end, **IN_ORDER)
         expected += [np.array(v) for v in alone.get_weights()]
-    for name in ("process", "workers"):
-        (tmp_path / name).mkdir()
-    every = cluster(of_workers, str(tmp_path / "workers"), way)
+    own, workers = tmp_path / "process", tmp_path / "workers"
+    own.mkdir()
+    workers.mkdir()
+    every = cluster(lambda _: saved_and_continued(cut().scope, str(workers), way))
     if make := IN_ONE_PROCESS.get("shards"):
-        path = str(tmp_path / "process")
-        every.append(saved_and_continued(make().scope, path, way))
+        every.append(saved_and_continued(make().scope, str(own), way))
     for found in every:
         for own, one in zip(found, expected, strict=True):
             np.testing.assert_allclose(own, one, rtol=1e-4, atol=1e-5)

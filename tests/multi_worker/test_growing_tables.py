@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from multi_worker.clusters import own_cluster
+from multi_worker.clusters import one_device, own_cluster
 from parameter_server.growing_tables import CAPACITY
 from parameter_server.test_id_admission import changing, fit_changing, weights_of
 
@@ -36,21 +36,21 @@ def grows(strategy, steps_per_execution):
         model.compile(adam, "mse", steps_per_execution=steps_per_execution)
     admission = ks.callbacks.AdmitIds(table, max_capacity=60, unseen=6, fewer_than=2)
     used, capacities = [], []
-    after = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: (
-            used.append(table.used),
-            capacities.append(table.capacity),
-        )
-    )
-    history = model.fit(
-        admission.read(stream()),
-        steps_per_epoch=4,
-        epochs=4,
-        shuffle=False,
-        verbose=0,
-        callbacks=[admission, after],
-    )
+
+    def note(epoch, logs):
+        used.append(table.used)
+        capacities.append(table.capacity)
+
+    after = keras.callbacks.LambdaCallback(on_epoch_end=note)
+    options = {"steps_per_epoch": 4, "epochs": 4, "shuffle": False, "verbose": 0}
+    data = admission.read(stream())
+    history = model.fit(data, callbacks=[admission, after], **options)
     return used, capacities, history.history["loss"], weights_of(model)
+
+
+def assert_close(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.slow(seconds=12)
@@ -58,14 +58,12 @@ def grows(strategy, steps_per_execution):
 def test_tables_of_two_workers_change_within_fit_as_on_one_device(
     cluster, steps_per_execution
 ) -> None:
-    one_device = ks.OneDeviceStrategy("cpu:0")
-    used, capacities, losses, weights = grows(one_device, steps_per_execution)
+    used, capacities, losses, weights = grows(one_device(), steps_per_execution)
     assert capacities == [20, 40, 40, 40]
     for found in cluster(grows, steps_per_execution):
         assert found[:2] == (used, capacities)
         np.testing.assert_allclose(found[2], losses, rtol=2e-5)
-        for ours, theirs in zip(found[3], weights, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+        assert_close(found[3], weights)
 
 
 def grows_with_row_0(strategy):
@@ -80,8 +78,7 @@ def test_tables_of_two_workers_grow_as_on_one_device(cluster) -> None:
     model, admission = changing()
     fit_changing(model, admission)
     for found in cluster(grows_with_row_0):
-        for ours, theirs in zip(found, weights_of(model), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+        assert_close(found, weights_of(model))
 
 
 def counts(strategy, ids, seeds):

@@ -1,8 +1,9 @@
-"""Two workers on hosts of their own, which lose the cable between them."""
+"""Two workers lose the cable between their hosts, or are started again after a loss."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import time
@@ -14,10 +15,9 @@ import pytest
 from harness.forker import Forked, Forker
 from harness.hosts import Hosts, connected_hosts
 from harness.processes import TIMEOUT as START_SECONDS
-from harness.processes import assert_gone, wait_until
+from harness.processes import assert_gone, wait_until, write_script
 from harness.training import assert_workers
-
-import keras_strategies as ks
+from multi_worker.clusters import one_device
 
 pytestmark = pytest.mark.multiprocess
 
@@ -74,13 +74,17 @@ except ks.errors.WorkerError as error:
 )
 
 
-def trained_alone(epochs: int) -> dict[int, np.ndarray]:
-    """The weights of one device."""
+def assert_trained(folder: Path, name: str, epochs: int) -> None:
+    """The files of both workers have the weights of one device."""
     names: dict = {}
     exec(TRAIN, names)
-    model = names["make"](ks.OneDeviceStrategy("cpu:0"))
+    model = names["make"](one_device())
     names["fit"](model, epochs)
-    return dict(enumerate(map(np.asarray, model.get_weights())))
+    found = []
+    for index in range(2):
+        with np.load(folder / f"{name}{index}.npz") as file:
+            found.append(dict(enumerate(file.values())))
+    assert_workers(dict(enumerate(map(np.asarray, model.get_weights()))), found)
 
 
 @pytest.fixture
@@ -143,8 +147,61 @@ def test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut(
         for process in processes:
             process.kill()
     assert_gone([process.pid for process in processes])
-    found = []
-    for index in range(2):
-        with np.load(tmp_path / f"{index}.npz") as file:
-            found.append(dict(enumerate(file.values())))
-    assert_workers(trained_alone(3), found)
+    assert_trained(tmp_path, "", 3)
+
+
+# Workers that are started again after a loss train on where their backup is.
+
+EPOCHS = 4
+RESTARTED = (
+    TRAIN
+    + """
+victim = sys.argv[1]
+attempt = len(list(here.glob(me + "-*.pid")))
+(here / (me + ".pid")).rename(here / f"{me}-{attempt}.pid")
+
+
+class Watch(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        print("attempt", attempt, "epoch", epoch, flush=True)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        steps = int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
+        if me == victim and attempt == 0 and steps == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+options = ks.CommunicationOptions(timeout_seconds=30)
+model = make(ks.MultiWorkerMirroredStrategy(communication_options=options))
+fit(model, 4, [keras.callbacks.BackupAndRestore(here / "backup"), Watch()])
+np.savez(here / (me + ".npz"), *model.get_weights())
+"""
+)
+EPOCHS_SEEN = [
+    *(f"attempt 0 epoch {epoch}" for epoch in range(3)),
+    # The third was under way.
+    *(f"attempt 1 epoch {epoch}" for epoch in range(2, EPOCHS)),
+]
+
+
+@pytest.mark.one_backend
+@pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX")
+@pytest.mark.nightly(unless=["worker1"])
+@pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize("victim", ["worker1", "worker0"])
+def test_workers_that_are_started_again_end_with_the_same_weights(
+    forker, tmp_path, victim
+):
+    script = write_script(tmp_path, RESTARTED)
+    logs = [[tmp_path / f"{i}-{attempt}.log" for i in range(2)] for attempt in range(2)]
+    for attempt in range(2):
+        processes = forker.start_workers(logs[attempt], script, victim)
+        codes = [process.wait(120)[0] for process in processes]
+        assert all(codes) if attempt == 0 else not any(codes), processes[0].text()
+    for worker in range(2):
+        lines = "".join(log[worker].read_text() for log in logs).splitlines()
+        assert [line for line in lines if line.startswith("attempt ")] == EPOCHS_SEEN
+    assert_trained(tmp_path, "worker", EPOCHS)
+    assert_gone([int(path.read_text()) for path in tmp_path.glob("*.pid")])
+    # The backup is for a run that goes on; this one is done.
+    assert not (tmp_path / "backup").exists()

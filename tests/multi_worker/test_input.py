@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 import re
 
@@ -13,7 +12,7 @@ import pytest
 from harness import streams
 from harness.batches_ahead import prepare_ahead
 from harness.training import assert_same, assert_workers, numbers
-from multi_worker.clusters import on_clusters
+from multi_worker.clusters import ALL, dense, logged, on_clusters, one_device
 
 import keras_strategies as ks
 
@@ -21,16 +20,12 @@ pytestmark = pytest.mark.one_backend
 
 
 def make_model(strategy, several=1, units=1):
-    keras.utils.set_random_seed(5)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units)])
-        model.compile(
-            keras.optimizers.SGD(0.05),
-            "mse",
-            metrics=["mae"],
-            steps_per_execution=several,
-        )
-    return model
+    options = {"metrics": ["mae"], "steps_per_execution": several}
+    return dense(
+        *(strategy, 2, lambda: [keras.layers.Dense(units)]),
+        lambda: keras.optimizers.SGD(0.05),
+        **options,
+    )
 
 
 def rows(count):
@@ -41,7 +36,7 @@ def rows(count):
 
 def on_one_device(batches, epochs=2):
     """What one device computes on these global batches."""
-    model = make_model(ks.OneDeviceStrategy("cpu:0"))
+    model = make_model(one_device())
     source = (tuple(batch) for batch in batches * epochs)
     steps = {"epochs": epochs, "steps_per_epoch": len(batches)}
     return numbers(model, model.fit(source, **steps, verbose=0))
@@ -84,57 +79,54 @@ def creator(strategy, counts, several=1):
 
 @pytest.mark.one_backend("torch")
 @pytest.mark.nightly(unless=["1-two", "3-two", "1-two_by_two"])
-@on_clusters("two", "three", "two_by_two")
+@ALL
 @pytest.mark.parametrize("several", [1, 3])
 def test_workers_with_different_amounts_of_data_stay_in_step(cluster, several):
     counts = [11, 5, 2][: cluster.pool.workers]
     x, y = rows(sum(counts))
-    batches = []
-    for step in range(3):
-        own = []
-        for worker, count in enumerate(counts):
-            begin = sum(counts[:worker])
-            taken = range(begin + 4 * step, min(begin + 4 * step + 4, begin + count))
-            own += [*taken]
-        batches.append((x[own], y[own]))
+    own = np.split(np.arange(len(x)), np.cumsum(counts)[:-1])
+    steps = [np.concatenate([each[i : i + 4] for each in own]) for i in (0, 4, 8)]
+    batches = [(x[taken], y[taken]) for taken in steps]
     expected = on_one_device(batches)
     assert_workers(expected, cluster(creator, counts, several))
 
 
-def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
+def with_policy(dataset, policy):
     import tensorflow as tf
 
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = getattr(
+        tf.data.experimental.AutoShardPolicy, policy
+    )
+    return dataset.with_options(options)
+
+
+def local_rows(strategy, batch):
+    """The numbers in the batches of this worker's replicas."""
+    parts = map(keras.ops.convert_to_numpy, strategy.experimental_local_results(batch))
+    return [value for part in parts for value in np.ravel(part).tolist()]
+
+
+def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
     files = []
     for number, count in enumerate([3, 4, 5, 6]):
         files.append(str(tmp_path / f"{number}.txt"))
         lines = [f"{10 * number + i}" for i in range(count)]
         (tmp_path / f"{number}.txt").write_text("\n".join(lines))
 
-    def program(strategy, files, policy):
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = getattr(
-            tf.data.experimental.AutoShardPolicy, policy
-        )
+    def program(strategy, policy):
+        import tensorflow as tf
 
         def parse(line):
             return tf.strings.to_number(tf.reshape(line, (-1,)))
 
-        dataset = tf.data.TextLineDataset(files).batch(4).map(parse)
-        distributed = strategy.experimental_distribute_dataset(
-            dataset.with_options(options)
-        )
-        return [
-            [
-                value
-                for part in strategy.experimental_local_results(batch)
-                for value in np.asarray(keras.ops.convert_to_numpy(part)).tolist()
-            ]
-            for batch in distributed
-        ]
+        lines = with_policy(tf.data.TextLineDataset(files).batch(4).map(parse), policy)
+        dataset = strategy.experimental_distribute_dataset(lines)
+        return [local_rows(strategy, batch) for batch in dataset]
 
     every = [10 * n + i for n, count in enumerate([3, 4, 5, 6]) for i in range(count)]
     for policy in ("AUTO", "FILE", "DATA"):
-        found = cluster(program, files, policy)
+        found = cluster(program, policy)
         assert len({len(batches) for batches in found}) == 1, "not in step"
         read = [list(itertools.chain(*batches)) for batches in found]
         assert sorted(itertools.chain(*read)) == every
@@ -150,48 +142,32 @@ def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
 def read_by(strategy, policy, are_devices=False):
     """The positions that a worker reads, the entries of its replicas, what is said.
 
-    Args:
-        strategy: the strategy.
-        policy: the name of an `AutoShardPolicy`.
-        are_devices: whether the workers are processes of one `MirroredStrategy`.
+    The workers may be processes of one `MirroredStrategy`.
     """
     import tensorflow as tf
 
     if are_devices:
         strategy.workers.are_device_processes = True
-    read, said = [], []
+    read = []
 
     def row(position):
         read.append(int(position))
         return np.float32(position)
 
     hint = tf.data.experimental.SHARD_HINT
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = getattr(
-        tf.data.experimental.AutoShardPolicy, policy
-    )
     positions = tf.data.Dataset.range(10)
     if policy == "HINT":
         positions = positions.shard(hint, hint)
     mapped = positions.map(lambda i: tf.numpy_function(row, [i], tf.float32))
     batches = mapped.map(lambda x: tf.reshape(x, (1,))).batch(4)
-    batches = batches.with_options(options)
-    logger, handler = logging.getLogger("keras_strategies.own_rows"), logging.Handler()
-    handler.emit = said.append
-    logger.addHandler(handler)
-    try:
+    batches = with_policy(batches, policy)
+    with logged() as said:
         distributed = strategy.experimental_distribute_dataset(batches)
         strategy.experimental_distribute_dataset(batches)
-    finally:
-        logger.removeHandler(handler)
-    seen = [
-        keras.ops.convert_to_numpy(part).ravel().tolist()
-        for batch in distributed
-        for part in strategy.experimental_local_results(batch)
-    ]
+    seen = [value for batch in distributed for value in local_rows(strategy, batch)]
     if are_devices:
         strategy.workers.are_device_processes = False
-    return read, list(itertools.chain(*seen)), [each.getMessage() for each in said]
+    return read, seen, said
 
 
 def test_a_hint_divides_what_is_mapped(cluster):
@@ -207,7 +183,7 @@ def test_a_hint_divides_what_is_mapped(cluster):
 
 
 def test_a_pipeline_that_calls_functions_for_all_rows_is_named(cluster):
-    [*_, said] = read_by(ks.OneDeviceStrategy("cpu:0"), "AUTO")
+    [*_, said] = read_by(one_device(), "AUTO")
     assert not said
     for policy, warnings in (("AUTO", 1), ("DATA", 0)):
         for read, seen, said in cluster(read_by, policy):
@@ -369,7 +345,7 @@ DIFFERENT = {
         "the rows of `x`: worker 0 has 8, worker 1 has 9",
     ),
     "model": (
-        lambda strategy, index: dict(zip("xy", rows(8), strict=True)),
+        lambda *_: dict(zip("xy", rows(8), strict=True)),
         "the model's variables.*worker 1",
     ),
     "rows of a batch": (
@@ -469,11 +445,10 @@ def test_groups_of_steps_read_every_batch_of_a_stream_once(cluster):
         for found in cluster(streamed, group):
             np.testing.assert_allclose(found["losses"], [streams.LOSS] * 3, rtol=1e-5)
             assert found["steps"] == [6, 6], group
-            if group <= 3:
-                # The batches 0, 1, 2 and 3, 4, 5.
-                np.testing.assert_allclose(found["limited"], [5 / 3, 50 / 3], rtol=1e-5)
-            if group <= 3 and found["twice"]:
-                np.testing.assert_allclose(found["twice"], [5 / 3, 50 / 3], rtol=1e-5)
+            # The batches 0, 1, 2 and 3, 4, 5.
+            both = [found["limited"], found["twice"] or found["limited"]]
+            for losses in both if group <= 3 else ():
+                np.testing.assert_allclose(losses, [5 / 3, 50 / 3], rtol=1e-5)
 
 
 def shuffled(strategy):
@@ -496,6 +471,6 @@ def test_batches_are_prepared_ahead(cluster):
         finally:
             end()
 
-    alone = shuffled(ks.OneDeviceStrategy("cpu:0"))
+    alone = shuffled(one_device())
     expected = {"shuffled": alone, "separate": cluster(creator, [11, 5])[0]}
     assert_workers(expected, cluster(program))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import keras
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 from harness.training import assert_workers, numbers
 from keras import layers
-
-import keras_strategies as ks
+from multi_worker.clusters import cut, scope_of
 
 BACKEND = keras.backend.backend()
 X = np.random.default_rng(0).normal(size=(23, 6)).astype("float32")
@@ -23,13 +21,12 @@ def trained(strategy: Any, is_sharded: bool = False) -> Any:
     is_chief = strategy is None or strategy.workers.is_chief
     keras.utils.set_random_seed(3 if is_chief else 9)
     if is_sharded:
-        devices = [str(device) for device in strategy.placement.replicas]
-        strategy = ks.ModelParallelStrategy("fsdp", devices, min_shard_bytes=0)
+        strategy = cut(strategy=strategy)
     backbone = keras.Sequential(
         [keras.Input((6,)), layers.Dense(8, "tanh"), layers.BatchNormalization()]
     )
     keras.utils.set_random_seed(4)
-    with contextlib.nullcontext() if strategy is None else strategy.scope():
+    with scope_of(strategy):
         model = keras.Sequential([keras.Input((6,)), backbone, layers.Dense(1)])
         model.compile("adam", "mse")
     history = model.fit(X, Y, shuffle=False, epochs=2, **OPTIONS)
@@ -46,16 +43,14 @@ def test_workers_train_the_backbone_of_the_chief(cluster: Any, is_sharded) -> No
 
 def trained_adapter(strategy: Any, is_made_outside: bool) -> Any:
     """Adapters of a frozen layer, which are added outside of the scope."""
-    scope: Any = contextlib.nullcontext
-    if strategy is not None:
-        scope = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0).scope
+    is_alone = strategy is None
     keras.utils.set_random_seed(3)
-    with contextlib.nullcontext() if is_made_outside else scope():
+    with scope_of(None if is_alone or is_made_outside else cut()):
         hidden = layers.Dense(8, "tanh")
         hidden.build((None, 6))
     if is_made_outside:
         hidden.enable_lora(2)
-    with scope():
+    with scope_of(None if is_alone else cut()):
         model = keras.Sequential([keras.Input((6,)), hidden, layers.Dense(1)])
     if not is_made_outside:
         hidden.enable_lora(2)

@@ -13,10 +13,8 @@ if keras.backend.backend() != "torch":
     pytest.skip("steps of Torch", allow_module_level=True)
 
 import torch
-from harness.training import assert_workers, numbers
-from multi_worker.clusters import on_clusters
-
-import keras_strategies as ks
+from harness.training import numbers
+from multi_worker.clusters import assert_as_one_device, on_clusters
 
 ROWS, WIDTH, BATCH = 13, 3, 5
 _random = np.random.default_rng(6)
@@ -100,4 +98,4 @@ def used(strategy: Any, use: Callable[..., Any]) -> dict[str, Any]:
 @on_clusters("two", "two_by_two")
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_uses_of_a_loss_have_the_numbers_of_one_device(cluster: Any, use: Any) -> None:
-    assert_workers(used(ks.OneDeviceStrategy("cpu:0"), use), cluster(used, use))
+    assert_as_one_device(cluster, used, use)

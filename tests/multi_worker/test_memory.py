@@ -9,13 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from multi_worker.clusters import on_clusters, one_device
 from multi_worker.memory_peaks import tensorflow_counts_memory
 
-import keras_strategies as ks
-
 BACKEND = keras.backend.backend()
-
-
 ROWS, WIDTH, CLASSES = 48, 32, 19
 
 
@@ -67,14 +64,14 @@ def peak_of_fit(strategy: Any) -> int:
 
 def peaks(strategy: Any) -> tuple[int, int]:
     """Those of this worker, and of the same global batch on one device."""
-    return peak_of_fit(strategy), peak_of_fit(ks.OneDeviceStrategy("cpu:0"))
+    return peak_of_fit(strategy), peak_of_fit(one_device())
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX has one program of all workers")
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.nightly(unless=["two"])
 @pytest.mark.slow(seconds=6)
-@pytest.mark.parametrize("cluster", ["two", "three"], indirect=True, scope="session")
+@on_clusters("two", "three")
 def test_the_memory_of_a_step_is_divided(cluster: Any) -> None:
     if BACKEND == "tensorflow" and not tensorflow_counts_memory():
         pytest.skip("TensorFlow counts memory with TF_ENABLE_ONEDNN_OPTS=1 only here")

@@ -12,8 +12,10 @@ from harness.training import (
     compiled,
     fit_evaluate_predict,
 )
+from keras import layers
 from model_parallel import model_parallel_cases
-from multi_worker.clusters import on_clusters
+from multi_worker import shards
+from multi_worker.clusters import cut, on_clusters, one_device, with_clusters
 
 import keras_strategies as ks
 
@@ -46,12 +48,6 @@ if TORCH:
     BY_DAY = ["copies-global_clipnorm_ema", "fsdp-accumulation", "fsdp-eager"]
 
 
-def cut(strategy, layout_map, width):
-    """The grid of all workers, on the devices of `strategy`."""
-    devices = [str(device) for device in strategy.placement.replicas]
-    return ks.ModelParallelStrategy(layout_map, devices, width, min_shard_bytes=0)
-
-
 def values(variables):
     return {f"{i} {v.path}": np.asarray(v) for i, v in enumerate(variables)}
 
@@ -78,28 +74,24 @@ def elsewhere(model):
 
 def train_cut(strategy, name, layout_map, width):
     case = CASES[name]
-    with cut(strategy, layout_map, width).scope():
+    with cut(layout_map, width, strategy).scope():
         model = compiled(case)
     script = case.script or fit_evaluate_predict
     results = script(case, model, case.make_data())
-    results |= {
-        "weights": values(model.weights),
-        "optimizer": values(model.optimizer.variables),
-    }
+    state = {"weights": model.weights, "optimizer": model.optimizer.variables}
+    results |= {name: values(variables) for name, variables in state.items()}
     return as_arrays(results), elsewhere(model)
 
 
 @pytest.mark.one_backend("tensorflow", "torch")
 @pytest.mark.nightly(unless=BY_DAY)
-@pytest.mark.parametrize(
-    ("name", "layout_map", "width", "cluster"),
+@with_clusters(
+    "name layout_map width cluster",
     [
         pytest.param(name, *grid, id=f"{grid_name}-{name}")
         for grid_name, grid in GRIDS.items()
         for name in TRAINED
     ],
-    indirect=["cluster"],
-    scope="session",
 )
 def test_same_as_one_device(cluster, name, layout_map, width):
     case = CASES[name]
@@ -111,27 +103,19 @@ def test_same_as_one_device(cluster, name, layout_map, width):
 
 
 def network(strategy, seed=3):
-    keras.utils.set_random_seed(seed)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((8,)),
-                keras.layers.Dense(16, "tanh"),
-                # On Torch, random numbers after a checkpoint are others.
-                keras.layers.Dropout(0.0 if TORCH else 0.5, seed=1),
-                keras.layers.Dense(4),
-            ]
-        )
-        model.compile(keras.optimizers.Adam(0.01), "mse")
-    return model
+    # On Torch, random numbers after a checkpoint are others.
+    rate = 0.0 if TORCH else 0.5
+    return shards.network(strategy, seed, lambda: layers.Dropout(rate, seed=1))
 
 
 def fit(model, callbacks=None):
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(22, 8)), rng.normal(size=(22, 4))
-    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
-    model.fit(x, y, callbacks=callbacks, **options)
+    shards.fit(model, callbacks)
     return state(model)
+
+
+def assert_equal(found, expected, strict=True):
+    for a, b in zip(found, expected, strict=strict):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.skipif(TENSORFLOW, reason="it has no sharded checkpoints")
@@ -151,7 +135,7 @@ def test_a_worker_saves_only_its_own_parts(
     """
 
     def program(strategy, folder):
-        own, others = cut(strategy, "fsdp", 1), cut(strategy, layout_map, width)
+        own, others = cut("fsdp", 1, strategy), cut(layout_map, width, strategy)
         model, other = network(own), network(others, seed=4)
         # The ordinary file is the chief's.
         fit(model, [keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras")])
@@ -165,8 +149,7 @@ def test_a_worker_saves_only_its_own_parts(
 
     for numbers, expected, found, on, others_on in cluster(program, str(tmp_path)):
         assert numbers == [1, 1]
-        for a, b in zip(expected.values(), found.values(), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_equal(found.values(), expected.values())
         for a, b in zip(on.values(), others_on.values(), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -174,40 +157,35 @@ def test_a_worker_saves_only_its_own_parts(
     }
     written = [p for p in (tmp_path / "sharded" / "1").rglob("*") if p.is_file()]
     names = {part for path in written for part in path.parts}
-    files = {
-        "jax": "ocdbt.process_{}",
-        "torch": "__{}_0.distcp",
-    }[BACKEND]
+    files = {"jax": "ocdbt.process_{}", "torch": "__{}_0.distcp"}[BACKEND]
     assert {files.format(i) for i in range(2)} <= names
     if TORCH:
         sizes = [p.stat().st_size for p in written if p.suffix == ".distcp"]
         assert max(sizes) < 0.7 * sum(sizes)
     # Here, with one device, all of it opens.
-    strategy = ks.OneDeviceStrategy("cpu:0")
+    strategy = one_device()
     model = network(strategy, seed=5)
     model.optimizer.build(model.trainable_variables)
     assert strategy.load_sharded(model, tmp_path / "sharded") == 1
-    for a, b in zip(expected.values(), state(model).values(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(state(model).values(), expected.values())
     ordinary = keras.models.load_model(tmp_path / "2.keras").get_weights()
-    for a, b in zip(ordinary, expected.values(), strict=False):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(ordinary, expected.values(), strict=False)
 
 
 def other_values(strategy, folder):
-    model = network(cut(strategy, "fsdp", 1))
+    model = network(cut("fsdp", 1, strategy))
     first, index = model.layers[0], strategy.workers.group.index
     first.set_weights([np.full(w.shape, index) for w in first.weights])
     fit(model)
 
 
 def sharded_checkpoint(strategy, folder):
-    own = cut(strategy, "fsdp", 1)
+    own = cut("fsdp", 1, strategy)
     own.save_sharded(network(own), folder)
 
 
 def backup(strategy, folder):
-    model = network(cut(strategy, "fsdp", 1))
+    model = network(cut("fsdp", 1, strategy))
     fit(model, [keras.callbacks.BackupAndRestore(folder)])
 
 
@@ -229,15 +207,15 @@ def test_what_sharded_variables_refuse(cluster, tmp_path, program, texts):
 @on_clusters("two_by_two")
 def test_a_grid_that_workers_cannot_have(cluster):
     def program(strategy):
-        own = cut(strategy, "auto", 2)
+        own = cut("auto", 2, strategy)
         grid = own.mesh.shape, len(own.mesh.own_devices), own.num_replicas_in_sync
-        spanned = cut(strategy, "auto", 4)
+        spanned = cut("auto", 4, strategy)
         if not TENSORFLOW:
             problem = "takes the devices of several workers"
             with pytest.raises(RuntimeError, match=problem):
                 spanned.run(lambda: 0)
         with pytest.raises(ValueError, match="does not divide the number of devices"):
-            cut(strategy, "auto", 3)
+            cut("auto", 3, strategy)
         return grid, spanned.num_replicas_in_sync
 
     for found in cluster(program):
@@ -290,15 +268,9 @@ def looped(own, is_compiled):
 
 @pytest.mark.one_backend
 @pytest.mark.nightly(unless=["two_by_two-auto-2-True", "two-fsdp-1-False"])
-@pytest.mark.parametrize(
-    ("cluster", "layout_map", "width", "is_compiled"),
-    LOOPS,
-    indirect=["cluster"],
-    scope="session",
-)
+@with_clusters("cluster layout_map width is_compiled", LOOPS)
 def test_custom_loops(cluster, layout_map, width, is_compiled):
     def program(strategy):
-        return looped(cut(strategy, layout_map, width), is_compiled)
+        return looped(cut(layout_map, width, strategy), is_compiled)
 
-    expected = looped(ks.OneDeviceStrategy("cpu:0"), is_compiled)
-    assert_workers(expected, cluster(program), 1e-4)
+    assert_workers(looped(one_device(), is_compiled), cluster(program), 1e-4)

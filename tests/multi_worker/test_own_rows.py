@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-import logging
 import pickle
-import random
 from typing import Any
 
 import keras
@@ -14,56 +12,28 @@ import numpy as np
 import pytest
 import torch
 from harness.training import assert_workers, numbers
-from multi_worker.clusters import on_clusters
-from multi_worker.loaders import (
-    BATCH,
-    FORKS,
-    ROWS,
-    WIDTH,
-    Noisy,
-    Rows,
-    X,
-    Y,
-    loader,
-)
+from multi_worker import loaders
+from multi_worker.clusters import ALL, assert_as_one_device, dense, logged, one_device
+from multi_worker.loaders import BATCH, FORKS, ROWS, WIDTH, Rows, X, Y, loader
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import keras_strategies as ks
 
-ALL = on_clusters("two", "three", "two_by_two")
-
-
-def one_device() -> Any:
-    return ks.OneDeviceStrategy("cpu:0")
-
 
 def make_model(strategy: Any) -> Any:
-    keras.utils.set_random_seed(5)
+    model = dense(
+        *(strategy, WIDTH, lambda: [keras.layers.Dense(1)]),
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        weighted_metrics=["mae"],
+    )
     # Keras seeds it with the backend Torch only. Other workers get that of the chief.
-    index = 0 if strategy.workers is None else strategy.workers.group.index
-    torch.manual_seed(5 + index)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
-        model.compile(
-            keras.optimizers.SGD(0.05, momentum=0.9), "mse", weighted_metrics=["mae"]
-        )
+    torch.manual_seed(5 + loaders.index_of(strategy))
     return model
 
 
-def dataset_of(kind: str) -> Any:
-    return Rows() if kind == "rows" else Noisy(kind)
-
-
-def draws() -> list[float]:
-    """Equal ones follow where the generators of the process have moved alike."""
-    return [random.random(), np.random.rand(), float(torch.rand(()))]
-
-
-def fitted(
-    strategy: Any, kind: str, distributed: bool = False
-) -> tuple[Any, list[int]]:
+def fitted(strategy: Any, kind: str, distributed: bool = False) -> Any:
     """Numbers of `fit` with a loader, and the rows that were read."""
-    model, dataset = make_model(strategy), dataset_of(kind)
+    model, dataset = make_model(strategy), loaders.dataset_of(kind)
     batches = loader(dataset)
     if distributed:
         batches = strategy.experimental_distribute_dataset(batches)
@@ -74,16 +44,14 @@ def fitted(
         copied = pickle.loads(pickle.dumps(batches))
         assert len(copied.dataset) == ROWS and len(copied) == len(batches)
     evaluated = model.evaluate(batches, verbose=0)
-    return numbers(model, history, evaluated, draws()), read
+    return numbers(model, history, evaluated, loaders.draws()), read
 
 
 @pytest.mark.one_backend
 @pytest.mark.nightly(unless=["distributed-two"])
 @ALL
 @pytest.mark.parametrize("distributed", [False, True], ids=["given", "distributed"])
-def test_rows_of_a_loader_are_read_by_their_worker(
-    cluster: Any, distributed: bool
-) -> None:
+def test_rows_of_a_loader_are_read_by_their_worker(cluster, distributed) -> None:
     expected, read = fitted(one_device(), "rows", distributed)
     every = cluster(fitted, "rows", distributed)
     assert_workers(expected, [found for found, _ in every])
@@ -103,9 +71,7 @@ def test_rows_of_a_loader_are_read_by_their_worker(
 @pytest.mark.parametrize(
     "kind", ["numpy", "own python", "keras global", "generator", "made later"]
 )
-def test_samples_with_random_numbers_are_those_of_one_device(
-    cluster: Any, kind: str
-) -> None:
+def test_samples_with_random_numbers_are_those_of_one_device(cluster, kind) -> None:
     expected, read = fitted(one_device(), kind)
     every = cluster(fitted, kind)
     assert_workers(expected, [found for found, _ in every])
@@ -115,12 +81,13 @@ def test_samples_with_random_numbers_are_those_of_one_device(
 
 def with_processes(strategy: Any, kind: str, persistent: bool) -> Any:
     model = make_model(strategy)
-    batches = loader(dataset_of(kind), num_workers=2, persistent_workers=persistent)
+    options = {"num_workers": 2, "persistent_workers": persistent}
+    batches = loader(loaders.dataset_of(kind), **options)
     history = model.fit(batches, epochs=2, verbose=0)
     if batches._iterator is not None:
         # The dataset that Keras makes on TensorFlow refers to it.
         batches._iterator._shutdown_workers()
-    return numbers(model, history, draws())
+    return numbers(model, history, loaders.draws())
 
 
 @pytest.mark.nightly(unless=["two-of one row-False"])
@@ -135,8 +102,7 @@ def with_processes(strategy: Any, kind: str, persistent: bool) -> Any:
     ],
 )
 def test_processes_of_a_loader(cluster: Any, kind: str, persistent: bool) -> None:
-    expected = with_processes(one_device(), kind, persistent)
-    assert_workers(expected, cluster(with_processes, kind, persistent))
+    assert_as_one_device(cluster, with_processes, kind, persistent)
 
 
 def stacked(samples: Any) -> Any:
@@ -145,28 +111,18 @@ def stacked(samples: Any) -> Any:
 
 def collated(strategy: Any, is_declared: bool) -> tuple[Any, int, str]:
     """Numbers of `fit`, how many rows were read, and what is said of it."""
-    model, dataset = make_model(strategy), Noisy("numpy")
-    batches = loader(
-        dataset, collate_fn=ks.row_wise(stacked) if is_declared else stacked
-    )
-    said: list[Any] = []
-    logger, handler = logging.getLogger("keras_strategies.own_rows"), logging.Handler()
-    handler.emit = said.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
+    model, dataset = make_model(strategy), loaders.Noisy("numpy")
+    collate_fn = ks.row_wise(stacked) if is_declared else stacked
+    batches = loader(dataset, collate_fn=collate_fn)
+    with logged() as said:
         history = model.fit(batches, epochs=2, verbose=0)
         model.evaluate(batches, verbose=0)
-    finally:
-        logger.removeHandler(handler)
-    text = "\n".join(record.getMessage() for record in said)
-    return numbers(model, history), len(dataset.read), text
+    return numbers(model, history), len(dataset.read), "\n".join(said)
 
 
 @pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("is_declared", [False, True])
-def test_a_collate_fn_gets_own_rows_if_it_is_declared(
-    cluster: Any, is_declared: bool
-) -> None:
+def test_a_collate_fn_gets_own_rows_if_it_is_declared(cluster, is_declared) -> None:
     expected, read, said = collated(one_device(), is_declared)
     assert not said
     every = cluster(collated, is_declared)
@@ -239,5 +195,4 @@ def in_other_ways(strategy: Any, is_eager: bool) -> Any:
 )
 @ALL
 def test_loaders_in_other_ways(cluster: Any, is_eager: bool) -> None:
-    expected = in_other_ways(one_device(), is_eager)
-    assert_workers(expected, cluster(in_other_ways, is_eager))
+    assert_as_one_device(cluster, in_other_ways, is_eager)

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import torch
-from multi_worker.clusters import on_clusters
-from multi_worker.loaders import BATCH, ROWS, Noisy, Rows, forks, loader
-
-import keras_strategies as ks
+from multi_worker import loaders
+from multi_worker.clusters import ALL, one_device
+from multi_worker.loaders import BATCH, ROWS, forks, index_of
 
 pytestmark = pytest.mark.one_backend
 
-ALL = on_clusters("two", "three", "two_by_two")
 #: Passes over the loader, and steps of each.
 PASSES, STEPS = 3, 5
-
-
-def one_device() -> Any:
-    return ks.OneDeviceStrategy("cpu:0")
-
-
-def index_of(strategy: Any) -> int:
-    return 0 if strategy.workers is None else int(strategy.workers.group.index)
 
 
 def rows_of(strategy: Any, batch: Any) -> list[np.ndarray]:
@@ -54,16 +43,16 @@ def looped(
     seed = 5 + seed_of_worker * index_of(strategy)
     keras.utils.set_random_seed(seed)
     torch.manual_seed(seed)  # Keras seeds it on its own backend only.
-    dataset: Any = Rows() if kind == "rows" else Noisy(kind)
-    batches = strategy.experimental_distribute_dataset(loader(dataset, **options))
+    dataset = loaders.dataset_of(kind)
+    given = loaders.loader(dataset, **options)
+    batches = strategy.experimental_distribute_dataset(given)
     steps = []
     for i, count in enumerate(counts):
         if i == spec_in and index_of(strategy) in spec_by:
             assert keras.tree.flatten(batches.element_spec)
         for batch in itertools.islice(batches, count):
             steps.append(rows_of(strategy, batch))
-    draws = [random.random(), np.random.rand(), float(torch.rand(()))]
-    return steps, len(dataset.read), draws
+    return steps, len(dataset.read), loaders.draws()
 
 
 def check(alone: Any, every: list[Any], draws_alike: bool = True) -> None:
@@ -94,9 +83,7 @@ def test_a_worker_reads_its_own_rows(cluster: Any) -> None:
 @pytest.mark.nightly(unless=["two-rows-False"])
 @forks
 @pytest.mark.parametrize(("kind", "persistent"), [("rows", False), ("torch", True)])
-def test_processes_of_a_loader_in_a_loop(
-    cluster: Any, kind: str, persistent: bool
-) -> None:
+def test_processes_of_a_loader_in_a_loop(cluster, kind, persistent) -> None:
     def program(strategy: Any) -> Any:
         options = {"num_workers": 2, "persistent_workers": persistent}
         return looped(strategy, kind, **options)
@@ -109,7 +96,7 @@ def test_processes_of_a_loader_in_a_loop(
     [("rows", (0, 1), 1), ("torch", (0,), 0), ("torch", (1,), 0), ("torch", (1,), 1)],
 )
 def test_a_pass_of_which_a_batch_was_read_for_its_specification(
-    cluster: Any, kind: str, spec_by: tuple[int, ...], spec_in: int
+    cluster, kind, spec_by, spec_in
 ) -> None:
     alone = looped(one_device(), kind, (0,), spec_in)
     every = cluster(looped, kind, spec_by, spec_in)
@@ -129,9 +116,7 @@ def test_passes_that_end_early_in_a_loop(cluster: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rows", "torch"])
-def test_generators_of_workers_may_differ_where_nothing_is_shuffled(
-    cluster: Any, kind: str
-) -> None:
+def test_generators_of_workers_may_differ_where_nothing_is_shuffled(cluster, kind):
     """Rows are augmented with the chief's numbers: those of one device."""
 
     def program(strategy: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +11,8 @@ import keras
 import numpy as np
 import pytest
 from harness.training import assert_workers, numbers, uncompared_rows
-from multi_worker.clusters import on_clusters, own_cluster
+from multi_worker.clusters import ALL, assert_as_one_device, one_device, own_cluster
+from multi_worker.loaders import BATCH, ROWS, WEIGHTS, WIDTH, X, Y
 
 import keras_strategies as ks
 from keras_strategies.input.arrays import ArrayDataset
@@ -21,17 +21,8 @@ from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
 pytestmark = pytest.mark.one_backend
 
 BACKEND = keras.backend.backend()
-ALL = on_clusters("two", "three", "two_by_two")
-ROWS, WIDTH, BATCH, EPOCHS = 23, 3, 5, 2
-_random = np.random.default_rng(4)
-X = _random.normal(size=(ROWS, WIDTH)).astype("float32")
-Y = X.sum(1, keepdims=True)
+EPOCHS = 2
 CLASSES = (X[:, 0] > 0).astype("int32")
-WEIGHTS = np.linspace(0.5, 2.0, ROWS).astype("float32")
-
-
-def one_device() -> Any:
-    return ks.OneDeviceStrategy("cpu:0")
 
 
 class Counted(np.ndarray):
@@ -221,33 +212,22 @@ def predicted(strategy: Any, is_built: bool) -> Any:
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_predictions_of_separate_batches_of_several_sizes(
-    cluster: Any, is_built: bool
-) -> None:
+def test_predictions_of_separate_batches_of_several_sizes(cluster, is_built) -> None:
     for found, expected in cluster(predicted, is_built):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-class Stops(keras.callbacks.Callback):
-    """Ends `fit` in the middle of an epoch."""
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch == 1:
-            self.model.stop_training = True
 
 
 def trained_in_parts(strategy: Any, arguments: dict[str, Any]) -> Any:
     """Numbers after passes that end early, of one dataset."""
     model, parts = make_model(strategy), parts_of(False)
     dataset = Rows(parts, 4, is_shuffled=False, **arguments)
-    histories = [
-        model.fit(dataset, verbose=0, **options).history["loss"]
-        for options in (
-            {"callbacks": [Stops()]},
-            {"epochs": 2, "steps_per_epoch": 3},
-            {"epochs": 2},
-        )
-    ]
+
+    def stop(batch: int, logs: Any) -> None:
+        model.stop_training |= batch == 1
+
+    stops = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+    ways = ({"callbacks": [stops]}, {"epochs": 2, "steps_per_epoch": 3}, {"epochs": 2})
+    histories = [model.fit(dataset, verbose=0, **way).history["loss"] for way in ways]
     values = model.evaluate(dataset, steps=2, verbose=0)
     predicted = Rows(parts[:1], 9, is_shuffled=False, **arguments)
     outputs = model.predict(predicted, steps=2, verbose=0)
@@ -262,8 +242,7 @@ def trained_in_parts(strategy: Any, arguments: dict[str, Any]) -> Any:
     ids=["serial", "threads", "processes"],
 )
 def test_passes_that_end_early(cluster: Any, arguments: dict[str, Any]) -> None:
-    alone = trained_in_parts(one_device(), arguments)
-    assert_workers(alone, cluster(trained_in_parts, arguments), 5e-5)
+    assert_as_one_device(cluster, trained_in_parts, arguments, tolerance=5e-5)
 
 
 def distributed(strategy: Any, kind: str) -> Any:
@@ -339,11 +318,9 @@ def resumed(strategy: Any, folder: str, after: int | None, kind: str) -> Any:
 @pytest.mark.nightly(unless=["arrays"])
 @pytest.mark.slow(seconds=10)
 @pytest.mark.parametrize("kind", ["arrays", "rows"])
-def test_shuffled_rows_with_resume_are_read_by_their_worker(
-    forker: Any, tmp_path: Path, kind: str
-) -> None:
-    whole = resumed(one_device(), str(tmp_path / "whole"), None, kind)
-    expected, steps, once = whole
+def test_shuffled_rows_with_resume_are_read_by_their_worker(forker, tmp_path, kind):
+    whole = str(tmp_path / "whole")
+    expected, steps, once = resumed(one_device(), whole, None, kind)
     read = []
     # After an error the workers do not train together again.
     for after in (8, None):

@@ -6,7 +6,6 @@ Python where its kernels are short. Times depend on the machine; counts do not.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import sys
@@ -18,6 +17,8 @@ import pytest
 
 if keras.backend.backend() != "torch":
     pytest.skip("on JAX and TensorFlow a step is a program", allow_module_level=True)
+
+from multi_worker.clusters import on_clusters, scope_of
 
 WIDTH, BATCH, STEPS = 4, 8, 24
 #: More calls than plain Keras: of a step, and for each variable of the model. One for
@@ -53,8 +54,7 @@ class CountsCalls(keras.callbacks.Callback):
 def calls_of_a_step(strategy: Any, depth: int) -> int:
     """The calls in a step of a model with so many layers, of two variables each."""
     x = np.ones((BATCH * STEPS, WIDTH), "float32")
-    scope = contextlib.nullcontext() if strategy is None else strategy.scope()
-    with scope:
+    with scope_of(strategy):
         model = keras.Sequential([keras.Input((WIDTH,))])
         for _ in range(depth):
             model.add(keras.layers.Dense(WIDTH))
@@ -77,19 +77,16 @@ def calls_of_keras(depth: int) -> int:
 
 
 @pytest.mark.nightly(unless=["two"])
-@pytest.mark.parametrize("cluster", ["two", "four"], indirect=True, scope="session")
+@on_clusters("two", "four")
 def test_a_step_calls_few_functions_more_than_plain_keras(cluster: Any) -> None:
     few, many = 4, 16
     variables = 2 * (many - few)
-    for index, (shallow, deep) in enumerate(
-        zip(cluster(calls_of_a_step, few), cluster(calls_of_a_step, many), strict=True)
-    ):
+    counts = cluster(calls_of_a_step, few), cluster(calls_of_a_step, many)
+    for index, (shallow, deep) in enumerate(zip(*counts, strict=True)):
         shallow -= calls_of_keras(few)
         deep -= calls_of_keras(many)
         of_variable = (deep - shallow) / variables
         of_step = shallow - 2 * few * of_variable
-        print(
-            f"worker {index}: {of_step:.0f} of a step, {of_variable:.1f} of a variable"
-        )
-        assert of_step < PER_STEP, index
-        assert of_variable < PER_VARIABLE, index
+        found = index, of_step, of_variable
+        assert of_step < PER_STEP, found
+        assert of_variable < PER_VARIABLE, found

@@ -5,9 +5,9 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from harness.training import assert_workers, numbers
+from harness.training import numbers
 from keras import layers, ops
-from multi_worker.clusters import on_clusters
+from multi_worker.clusters import assert_as_one_device, dense, on_clusters, one_device
 
 import keras_strategies as ks
 
@@ -42,28 +42,20 @@ class Noisy(layers.Layer):
 
 def fitted(strategy):
     """Numbers of two epochs with batches of 7, 7 and 6 rows."""
-    keras.utils.set_random_seed(5)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                layers.Dense(6, activation="tanh"),
-                layers.Dropout(0.4),
-                layers.GaussianNoise(0.3, seed=2),
-                layers.Dense(4),
-                Noisy(),
-                layers.Dense(1),
-            ]
-        )
-        model.compile(keras.optimizers.SGD(0.05), "mse")
+
+    def stack():
+        first = [layers.Dense(6, "tanh"), layers.Dropout(0.4)]
+        first += [layers.GaussianNoise(0.3, seed=2), layers.Dense(4)]
+        return [*first, Noisy(), layers.Dense(1)]
+
+    model = dense(strategy, 4, stack, lambda: keras.optimizers.SGD(0.05))
     history = model.fit(X, Y, batch_size=7, epochs=2, shuffle=False, verbose=0)
     return numbers(model, history)
 
 
 @pytest.mark.one_backend("jax")
 def test_uneven_batches_have_the_numbers_of_one_device(cluster):
-    expected = fitted(ks.OneDeviceStrategy("cpu:0"))
-    assert_workers(expected, cluster(fitted), 1e-4)
+    assert_as_one_device(cluster, fitted, tolerance=1e-4)
 
 
 def drawn_in_run(strategy, sizes, compiled):
@@ -101,7 +93,7 @@ def drawn_in_run(strategy, sizes, compiled):
 def test_run_with_uneven_workers_draws_the_numbers_of_one_device(cluster, compiled):
     sizes = SIZES[cluster.replicas]
     totals = [[sum(counts)] for counts in sizes]
-    expected = drawn_in_run(ks.OneDeviceStrategy("cpu:0"), totals, compiled)
+    expected = drawn_in_run(one_device(), totals, compiled)
     workers = cluster(drawn_in_run, sizes, compiled)
     for one, *parts in zip(expected, *workers, strict=True):
         np.testing.assert_allclose(np.concatenate(parts), one, rtol=1e-6, atol=1e-6)

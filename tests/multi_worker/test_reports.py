@@ -9,16 +9,14 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from multi_worker.clusters import on_clusters
+from multi_worker.clusters import dense, on_clusters
 
 STEPS = 6
 
 
 def train(strategy, folder):
     """A training with a save; the file of its timeline."""
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense(strategy, 3, lambda: [keras.layers.Dense(1)])
     x = np.zeros([4 * STEPS, 3], "float32")
     model.fit(x, x[:, :1], batch_size=4, verbose=0)
     model.save(folder / "model.keras")
@@ -71,9 +69,7 @@ def train_slowly(strategy, slow, steps=BATCHES):
             time.sleep(0.25 if index == slow else 0.06)
             return np.ones((6, 2), "float32"), np.ones((6, 1), "float32")
 
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense(strategy, 2, lambda: [keras.layers.Dense(1)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(Batches(), verbose=0)

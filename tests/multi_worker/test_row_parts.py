@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from harness.training import assert_workers, numbers
 from keras import layers, ops
+from multi_worker.clusters import assert_as_one_device, dense, one_device
 
 if keras.backend.backend() == "jax":
     pytest.skip("JAX has no row parts", allow_module_level=True)
 
-import keras_strategies as ks
 
 TORCH = keras.backend.backend() == "torch"
 WORDS, STEPS, WIDTH = 500, 12, 4
@@ -43,9 +43,8 @@ class Words(keras.metrics.Metric):
         self.batches = self.add_weight(initializer="zeros", name="batches")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        losses = keras.losses.sparse_categorical_crossentropy(
-            y_true, y_pred, from_logits=True
-        )
+        crossentropy = keras.losses.sparse_categorical_crossentropy
+        losses = crossentropy(y_true, y_pred, from_logits=True)
         seen = keras.ops.cast(y_true > 0, losses.dtype)
         self.total.assign_add(keras.ops.sum(losses * seen))
         self.count.assign_add(keras.ops.sum(seen))
@@ -122,7 +121,7 @@ def trained(strategy: Any, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["", "masked", "largest", "step"])
 def test_outputs_stay_on_their_workers(cluster: Any, kind: str) -> None:
     """Except for a metric that is no sum, and a step that reads them."""
-    expected, _ = trained(ks.OneDeviceStrategy("cpu:0"), kind)
+    expected, _ = trained(one_device(), kind)
     every = cluster(trained, kind)
     assert_workers(expected, [found for found, _ in every], 1e-4)
     assert all(is_all == (kind in ("largest", "step")) for _, is_all in every)
@@ -134,20 +133,18 @@ CHANNELS = 6
 def normalized(strategy: Any) -> Any:
     """Numbers of an epoch with batches of 5, 5 and 4 rows, and what was gathered."""
     x = np.random.default_rng(2).normal(size=(14, CHANNELS)).astype("float32")
-    keras.utils.set_random_seed(3)
     with gathered() as found:
-        with strategy.scope():
-            normalization = keras.layers.BatchNormalization()
-            model = keras.Sequential(
-                [keras.Input((CHANNELS,)), normalization, keras.layers.Dense(1)]
-            )
-            model.compile("sgd", "mse")
+        model = dense(
+            *(strategy, CHANNELS),
+            lambda: [layers.BatchNormalization(), layers.Dense(1)],
+            seed=3,
+        )
         model.fit(x, x[:, :1], batch_size=5, shuffle=False, verbose=0)
     return numbers(model), len(found)
 
 
 def test_batch_normalization_sends_its_statistics_and_no_lengths(cluster: Any) -> None:
-    expected, _ = normalized(ks.OneDeviceStrategy("cpu:0"))
+    expected, _ = normalized(one_device())
     every = cluster(normalized)
     assert_workers(expected, [found for found, _ in every])
     # Once in a step of Torch, in TensorFlow's one program for all of them.
@@ -191,10 +188,11 @@ class Standardized(Scaled):
 
 def fitted(strategy, layer, callbacks, batch_size=5, **options):
     """Numbers after epochs of batches that do not divide."""
-    keras.utils.set_random_seed(5)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), layer(), layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.1), "mse", **options)
+    model = dense(
+        *(strategy, 4, lambda: [layer(), layers.Dense(1)]),
+        lambda: keras.optimizers.SGD(0.1),
+        **options,
+    )
     given = {"batch_size": batch_size, "epochs": 4, "shuffle": False, "verbose": 0}
     model.fit(ROWS, ROWS.sum(1), callbacks=callbacks, **given)
     return numbers(model)
@@ -227,7 +225,7 @@ def test_sums_that_all_workers_exchange(cluster, changing):
         assert any(events) and not said
         return found
 
-    assert_workers(program(ks.OneDeviceStrategy("cpu:0")), cluster(program))
+    assert_as_one_device(cluster, program)
 
 
 def test_settings_that_one_worker_changes_in_each_step(cluster):
@@ -240,4 +238,4 @@ def test_settings_that_one_worker_changes_in_each_step(cluster):
 
         return fitted(strategy, Scaled, [Noting()], batch_size=2)
 
-    assert_workers(program(ks.OneDeviceStrategy("cpu:0")), cluster(program))
+    assert_as_one_device(cluster, program)

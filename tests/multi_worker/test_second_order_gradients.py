@@ -12,11 +12,9 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness.training import assert_workers
+from field.steps import input_gradients, value_and_gradients, without_gradients
 from keras import layers, ops
-from multi_worker.clusters import on_clusters
-
-import keras_strategies as ks
+from multi_worker.clusters import assert_as_one_device, on_clusters
 
 BACKEND = keras.backend.backend()
 if BACKEND == "jax":
@@ -36,9 +34,8 @@ class Follower(layers.Layer):
     """Reads a state, and then assigns it."""
 
     def build(self, shape: Any) -> None:
-        self.mean = self.add_weight(
-            shape=(shape[-1],), initializer="ones", trainable=False
-        )
+        options = {"initializer": "ones", "trainable": False}
+        self.mean = self.add_weight(shape=(shape[-1],), **options)
 
     def call(self, x: Any, training: bool = False) -> Any:
         # Torch refuses to differentiate what reads the variable itself.
@@ -53,42 +50,6 @@ class Centered(layers.Layer):
 
     def call(self, x: Any) -> Any:
         return ops.tanh(x - ops.mean(x, axis=0, keepdims=True))
-
-
-def input_gradient(function: Callable[[Any], Any], x: Any) -> Any:
-    """The gradient of the sum of a function of `x`, to be differentiated again."""
-    if BACKEND == "torch":
-        import torch
-
-        x = x.detach().clone().requires_grad_()
-        total = function(x).sum()
-        return torch.autograd.grad(total, x, create_graph=True)[0]
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        total = tf.reduce_sum(function(x))
-    return tape.gradient(total, x)
-
-
-def gradients(loss_of: Callable[[], Any], variables: Any) -> tuple[Any, list[Any]]:
-    """A loss and its gradients; zeros where there is none."""
-    if BACKEND == "torch":
-        import torch
-
-        loss = loss_of()
-        values = [variable.value for variable in variables]
-        found = torch.autograd.grad(loss, values, allow_unused=True)
-    else:
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            loss = loss_of()
-        found = tape.gradient(loss, [variable.value for variable in variables])
-    return ops.stop_gradient(loss), [
-        ops.zeros_like(variable) if each is None else ops.convert_to_tensor(each)
-        for variable, each in zip(variables, found, strict=True)
-    ]
 
 
 class Critic(keras.Model):
@@ -118,18 +79,17 @@ class Critic(keras.Model):
             return self.function(self, outputs[0], y)
 
         def loss_of() -> Any:
-            slope = input_gradient(function, 1.5 * x)
+            slope = input_gradients(function, 1.5 * x)
             norm = ops.sqrt(ops.sum(slope * slope, axis=-1) + 1e-6)
             return ops.mean(ops.square(norm - 1)) + 0.1 * ops.mean(outputs[0])
 
         variables = self.trainable_variables
-        loss, found = gradients(loss_of, variables)
-        if BACKEND == "torch":
-            import torch
-
-            with torch.no_grad():
-                self.optimizer.apply(found, variables)
-        else:
+        loss, found = value_and_gradients(loss_of, variables)
+        found = [
+            ops.zeros_like(variable) if each is None else ops.convert_to_tensor(each)
+            for variable, each in zip(variables, found, strict=True)
+        ]
+        with without_gradients():
             self.optimizer.apply(found, variables)
         self.mean.update_state(loss)
         return {"mean": self.mean.result()}
@@ -198,7 +158,6 @@ def trained(strategy: Any, name: str) -> dict[str, Any]:
 @pytest.mark.nightly(unless=["two-*"])
 @on_clusters("two", "two_by_two")
 def test_workers_train_to_the_numbers_of_one_device(cluster: Any, name: str) -> None:
-    expected = trained(ks.OneDeviceStrategy("cpu:0"), name)
-    assert_workers(expected, cluster(trained, name), 1e-4)
+    expected = assert_as_one_device(cluster, trained, name, tolerance=1e-4)
     # A penalty that has no effect would hide a wrong one.
     assert np.ptp(expected["loss"]) > 1e-3

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import keras
 import pytest
 from harness.case import Results, as_arrays, state_of
-from harness.training import assert_same
-
-import keras_strategies as ks
+from harness.training import assert_workers
+from multi_worker.clusters import cut, scope_of, with_clusters
 
 pytest.importorskip("keras_hub", reason="keras_hub is not installed")
 if keras.backend.backend() != "torch":
@@ -24,9 +22,9 @@ LAYOUTS = {"fsdp": 1, "auto": 2}
 BY_DAY = (("deberta", "fsdp"), ("gemma", "auto"))
 
 
-def fit(case: FieldCase, scope: Any) -> Results:
+def fit(case: FieldCase, strategy: Any) -> Results:
     keras.utils.set_random_seed(7)
-    with scope:
+    with scope_of(strategy):
         model = case.build()
     keras.utils.set_random_seed(8)
     given = case.feed(case.data(case.rows), case.batch)
@@ -44,20 +42,12 @@ def _parameters() -> Any:
 
 @pytest.mark.nightly(unless=["gemma-auto"])
 @pytest.mark.slow(seconds=8)
-@pytest.mark.parametrize(
-    ("case", "layout", "cluster"),
-    list(_parameters()),
-    indirect=["cluster"],
-    scope="session",
-)
+@with_clusters("case layout cluster", list(_parameters()))
 def test_a_backbone_equals_one_device(cluster, case: FieldCase, layout: str) -> None:
     name, width = case.name, LAYOUTS[layout]
 
     def program(strategy: Any) -> Results:
         [own] = [each for each in [*CASES, *DIFFUSION] if each.name == name]
-        parts = ks.ModelParallelStrategy(layout, ["cpu:0"], width, min_shard_bytes=0)
-        return fit(own, parts.scope())
+        return fit(own, cut(layout, width))
 
-    expected = fit(case, contextlib.nullcontext())
-    for found in cluster(program):
-        assert_same(expected, found, max(case.tolerance, 1e-4), name)
+    assert_workers(fit(case, None), cluster(program), max(case.tolerance, 1e-4))

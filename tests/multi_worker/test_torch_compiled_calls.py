@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from typing import Any
+from unittest import mock
 
 import keras
 import pytest
@@ -19,91 +20,64 @@ from compiled_calls.models import (
     graphs_without_compiler,
     trained,
 )
+from multi_worker.clusters import cut, one_device, with_clusters
 
-import keras_strategies as ks
 from keras_strategies.engines.torch.data_parallel import compiled_calls
 
 
-def _expected(name: str) -> dict[str, Any]:
-    return trained(ks.OneDeviceStrategy("cpu:0"), name, is_compiled=False)
+def called(strategy: Any, name: str) -> tuple[Any, int, list[str]]:
+    """What comes of a training, how many programs it calls, and what it says."""
+    with (
+        graphs_without_compiler(),
+        counted_programs() as programs,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        found = trained(strategy, name, is_compiled=True)
+    texts = [str(each.message) for each in caught]
+    return found, len(programs), [text for text in texts if "jit_compile" in text]
 
 
-@pytest.mark.parametrize(
-    ("name", "cluster"),
+def check(every: list[Any], name: str, count: int, reason: str | None = None) -> None:
+    """Workers call so many programs, with the numbers of one device."""
+    expected = trained(one_device(), name, is_compiled=False)
+    text = f"Layer {name!r} (Functional) is called eagerly, though `jit_compile=True`: "
+    for found, programs, texts in every:
+        assert programs == count
+        assert reason is None or texts == [f"{text}{reason}."]
+        assert_equal(found, expected)
+
+
+@with_clusters(
+    "name cluster",
     [
         ("residual", "two"),
         pytest.param("gpt", "two", marks=pytest.mark.nightly),
         pytest.param("noisy", "two_by_two", marks=pytest.mark.nightly),
     ],
-    indirect=["cluster"],
-    scope="session",
 )
 def test_programs_of_workers_train_as_one_device(cluster, name) -> None:
-    def program(strategy: Any) -> Any:
-        with graphs_without_compiler(), counted_programs() as called:
-            found = trained(strategy, name, is_compiled=True)
-        return found, len(called)
-
-    expected = _expected(name)
-    for found, called in cluster(program):
-        assert called == COMPILED * cluster.replicas // 2
-        assert_equal(found, expected)
+    check(cluster(called, name), name, COMPILED * cluster.replicas // 2)
 
 
 def test_a_worker_without_a_compiler_is_awaited_and_all_call_eagerly(cluster) -> None:
     """The slow one is named; the others wait for as long as it compiles."""
 
     def program(strategy: Any) -> Any:
+        compile_ = compiled_calls._compile
+
         def slow(*arguments: Any) -> str:
             if strategy.cluster_resolver.task_id:
                 time.sleep(1.0)
                 return "InvalidCxxCompiler: no compiler"
             return compile_(*arguments)
 
-        compile_, compiled_calls._compile = compiled_calls._compile, slow
-        interval, compiled_calls._INTERVAL = compiled_calls._INTERVAL, 0.1
-        try:
-            with (
-                graphs_without_compiler(),
-                counted_programs() as called,
-                warnings.catch_warnings(record=True) as caught,
-            ):
-                warnings.simplefilter("always")
-                found = trained(strategy, "residual", is_compiled=True)
-        finally:
-            compiled_calls._compile = compile_
-            compiled_calls._INTERVAL = interval
-        texts = [str(each.message) for each in caught]
-        return found, len(called), [text for text in texts if "jit_compile" in text]
+        with mock.patch.multiple(compiled_calls, _compile=slow, _INTERVAL=0.1):
+            return called(strategy, "residual")
 
-    expected = _expected("residual")
-    for found, called, texts in cluster(program):
-        assert called == 0
-        assert texts == [
-            "Layer 'residual' (Functional) is called eagerly, though "
-            "`jit_compile=True`: InvalidCxxCompiler: no compiler."
-        ]
-        assert_equal(found, expected)
+    check(cluster(program), "residual", 0, "InvalidCxxCompiler: no compiler")
 
 
-def test_variables_in_shards_are_named_and_train(cluster):
-    def program(strategy: Any) -> Any:
-        own = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0)
-        with (
-            graphs_without_compiler(),
-            counted_programs() as called,
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
-            found = trained(own, "noisy", is_compiled=True)
-        texts = [str(each.message) for each in caught]
-        return found, len(called), [text for text in texts if "jit_compile" in text]
-
-    expected = _expected("noisy")
-    for found, called, texts in cluster(program):
-        assert called == 0
-        assert texts == [
-            "Layer 'noisy' (Functional) is called eagerly, though `jit_compile=True`: "
-            "its variables are in shards."
-        ]
-        assert_equal(found, expected)
+def test_variables_in_shards_are_named_and_train(cluster) -> None:
+    found = cluster(lambda strategy: called(cut(), "noisy"))
+    check(found, "noisy", 0, "its variables are in shards")

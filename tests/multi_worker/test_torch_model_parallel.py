@@ -7,25 +7,16 @@ import functools
 import keras
 import numpy as np
 import pytest
-from harness.training import (
-    as_arrays,
-    assert_same,
-    assert_workers,
-    state_of,
-)
+from harness.training import as_arrays, assert_same, assert_workers, state_of
 from keras import layers
-from multi_worker.clusters import on_clusters
-from multi_worker.torch_shards import cut, fit, network, rows
+from multi_worker.clusters import cut, on_clusters, one_device
+from multi_worker.shards import BOTH_LAYOUTS, fit, network, rows
 from verification import planted_in_fit
 
 import keras_strategies as ks
 
 TORCH = keras.backend.backend() == "torch"
 pytestmark = pytest.mark.skipif(not TORCH, reason="DTensors are Torch's")
-
-BOTH_LAYOUTS = pytest.mark.parametrize(
-    ("layout_map", "width"), [("fsdp", 1), ("auto", 2)]
-)
 
 
 @pytest.mark.nightly
@@ -80,9 +71,8 @@ class Counting(layers.Layer):
     """Reads a variable after it has assigned it."""
 
     def build(self, shape):
-        self.counts = self.add_weight(
-            shape=(8, 8), initializer="zeros", trainable=False
-        )
+        options = {"initializer": "zeros", "trainable": False}
+        self.counts = self.add_weight(shape=(8, 8), **options)
 
     def call(self, x):
         before = self.counts.value  # It is kept until the call ends.
@@ -166,12 +156,9 @@ def train_model(strategy, name):
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("name", MODELS)
 def test_code_that_reads_weights(cluster, name, layout_map, width):
-    expected = train_model(ks.OneDeviceStrategy("cpu:0"), name)
-
-    def program(strategy):
-        return train_model(cut(layout_map, width), name)
-
-    assert_workers(expected, cluster(program), 1e-4)
+    expected = train_model(one_device(), name)
+    found = cluster(lambda strategy: train_model(cut(layout_map, width), name))
+    assert_workers(expected, found, 1e-4)
     if name == "rematerialized":
         found = cluster(lambda strategy: train_model(strategy, name))
         assert_workers(expected, found, 1e-4)
@@ -225,7 +212,7 @@ def test_a_layout_map_with_both_axes(cluster):
         kernels = [w.value for w in model.weights if "kernel" in w.path]
         return results, seen, [tuple(value.to_local().shape) for value in kernels]
 
-    expected, *_ = train_watching(ks.OneDeviceStrategy("cpu:0"))
+    expected, *_ = train_watching(one_device())
     found = cluster(program)
     for results, _, shapes in found:
         assert_same(expected, results, 1e-4, "both axes")

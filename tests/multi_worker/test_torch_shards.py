@@ -1,4 +1,7 @@
-"""Torch: weights in shards in code around layers, optimizers, errors, plans."""
+"""Torch: weights in shards in code around layers, optimizers, errors, plans.
+
+Optimizers of Torch step in `run`, as in a script for DDP, with weights in shards too.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +11,51 @@ import keras
 import numpy as np
 import pytest
 from harness.training import as_arrays, assert_workers, state_of
-from multi_worker.clusters import own_cluster
-from multi_worker.torch_shards import cut, fit
+from multi_worker.clusters import (
+    assert_as_one_device,
+    cut,
+    one_device,
+    own_cluster,
+    with_clusters,
+)
+from multi_worker.shards import BOTH_LAYOUTS, fit
 
 import keras_strategies as ks
 
 if keras.backend.backend() != "torch":
     pytest.skip("shards of Torch", allow_module_level=True)
 
-BOTH_LAYOUTS = pytest.mark.parametrize(
-    ("layout_map", "width"), [("fsdp", 1), ("auto", 2)]
-)
+import torch
+from harness.torch_loops import batches, distributed, gradients, loss_of, make_model
 
 #: By the kind of operation, a number of a weight of shape (8, 4). Rows are divided.
 OPERATIONS = {
-    "entries": lambda w, torch: (w * w.abs() + 0.5 * w).sum(),
-    "comparison": lambda w, torch: torch.where(w > 0.1, w, -w).sum(),
-    "another of its shape": lambda w, torch: (w * full(torch)).sum(),
-    "a row for all": lambda w, torch: (w * full(torch)[:1]).sum(),
-    "sum of rows": lambda w, torch: (w.sum(0) ** 2).max(),
-    "mean": lambda w, torch: w.mean(),
-    "norm": lambda w, torch: torch.linalg.vector_norm(w),
-    "product": lambda w, torch: (w.T @ w).diagonal().sum(),
-    "shape": lambda w, torch: (w.reshape(4, 8)[1] * w.flatten()[:8]).sum(),
-    "order": lambda w, torch: (w.sort(0).values * full(torch)).sum(),
-    "rows by number": lambda w, torch: (w[torch.tensor([5, 0, 5])] ** 3).sum(),
-    "joined": lambda w, torch: torch.cat([w, 2 * w[:3]]).square().mean(),
-    "gradient of a gradient": lambda w, torch: slope(w, torch).square().sum(),
-    "random numbers": lambda w, torch: (w * torch.rand_like(w)).sum(),
+    "entries": lambda w: (w * w.abs() + 0.5 * w).sum(),
+    "comparison": lambda w: torch.where(w > 0.1, w, -w).sum(),
+    "another of its shape": lambda w: (w * full()).sum(),
+    "a row for all": lambda w: (w * full()[:1]).sum(),
+    "sum of rows": lambda w: (w.sum(0) ** 2).max(),
+    "mean": lambda w: w.mean(),
+    "norm": lambda w: torch.linalg.vector_norm(w),
+    "product": lambda w: (w.T @ w).diagonal().sum(),
+    "shape": lambda w: (w.reshape(4, 8)[1] * w.flatten()[:8]).sum(),
+    "order": lambda w: (w.sort(0).values * full()).sum(),
+    "rows by number": lambda w: (w[torch.tensor([5, 0, 5])] ** 3).sum(),
+    "joined": lambda w: torch.cat([w, 2 * w[:3]]).square().mean(),
+    "gradient of a gradient": lambda w: slope(w).square().sum(),
+    "random numbers": lambda w: (w * torch.rand_like(w)).sum(),
 }
 
 
-def full(torch):
+def full():
     return torch.arange(32.0).reshape(8, 4) / 7
 
 
-def slope(w, torch):
-    (found,) = torch.autograd.grad((w**3).sum(), w, create_graph=True)
-    return found
+def slope(w):
+    return torch.autograd.grad((w**3).sum(), w, create_graph=True)[0]
 
 
 def computed(strategy):
-    """The results and gradients of all operations on a weight."""
-    import torch
-
     with strategy.scope():
         kernel = keras.layers.Dense(4, use_bias=False)
         kernel.build((None, 8))
@@ -59,7 +63,7 @@ def computed(strategy):
         value, found = kernel.kernel.value, {}
         for name, operation in OPERATIONS.items():
             torch.manual_seed(5)
-            result = operation(value, torch)
+            result = operation(value)
             (gradient,) = torch.autograd.grad(result, value)
             both = (result.detach(), gradient)
             found[name] = [keras.ops.convert_to_numpy(each) for each in both]
@@ -72,7 +76,7 @@ def test_operations_and_their_gradients(cluster):
         assert value.to_local().shape == (4, 4)
         return found
 
-    expected, _ = computed(ks.OneDeviceStrategy("cpu:0"))
+    expected, _ = computed(one_device())
     assert_workers(expected, cluster(program), 1e-6)
 
 
@@ -103,16 +107,12 @@ def trained(strategy, name, is_built_outside=False):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(cluster, name):
+    def program(strategy, is_built_outside):
+        own = cut() if strategy.workers else strategy
+        return trained(own, name, is_built_outside)
+
     for is_built_outside in (False, True):
-        expected = trained(ks.OneDeviceStrategy("cpu:0"), name, is_built_outside)
-
-        def program(strategy, is_built_outside=is_built_outside):
-            return trained(cut(), name, is_built_outside)
-
-        assert_workers(expected, cluster(program))
-
-
-# Errors.
+        assert_as_one_device(cluster, program, is_built_outside)
 
 
 def test_what_cannot_be(cluster):
@@ -170,9 +170,6 @@ def test_an_error_in_one_process_is_named_in_the_others(forker, place):
     assert seconds < 20
 
 
-# Plans.
-
-
 @pytest.mark.nightly(unless=["two-auto-2"])
 @BOTH_LAYOUTS
 def test_a_plan_has_the_bytes_and_the_peak_of_a_step(cluster, layout_map, width):
@@ -183,9 +180,7 @@ def test_a_plan_has_the_bytes_and_the_peak_of_a_step(cluster, layout_map, width)
 
         options = ks.CommunicationOptions(bytes_per_pack=2**18)
         own = ks.ModelParallelStrategy(
-            layout_map,
-            ["cpu:0"],
-            width,
+            *(layout_map, ["cpu:0"], width),
             min_shard_bytes=0,
             communication_options=options,
         )
@@ -231,7 +226,7 @@ def test_what_fits_into_the_memory_of_a_device(cluster):
         return model.get_weights()
 
     keras.utils.set_random_seed(3)
-    with ks.OneDeviceStrategy("cpu:0").scope():
+    with one_device().scope():
         model = build()
     expected = weights(model, 64)
 
@@ -252,4 +247,68 @@ def test_what_fits_into_the_memory_of_a_device(cluster):
         assert layout == "replicated"
         assert choice.rematerializes or choice.accumulation_steps > 1
         for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+# Optimizers of Torch in `run`, as in a script for DDP.
+
+
+def train(strategy, inside, rate=0.1):
+    """Two backward passes for a step, in `run` or outside; clipped, with a penalty."""
+    model = make_model(strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    seen = []
+
+    def backward(x, y, rows):
+        loss = loss_of(model, x, y, rows)
+        if rate:
+            squares = sum(p.pow(2).sum() for p in model.parameters())
+            loss = loss + rate * squares * len(x) / rows
+        loss.backward()
+
+    def update():
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return float(norm)
+
+    def last(x, y, rows):
+        backward(x, y, rows)
+        seen.append(update())
+
+    for i, (x, y) in enumerate(batches()):
+        step = last if inside and i % 2 else backward
+        if strategy is None:
+            step(torch.from_numpy(x), torch.from_numpy(y), len(x))
+        else:
+            own = [distributed(strategy, each) for each in (x, y)]
+            strategy.run(step, args=(*own, len(x)))
+        if i == 0:
+            # Torch sorts parameters by name, where dense_10 is before dense_9.
+            seen += sorted(np.abs(g).sum() for g in gradients(model))
+        if i % 2 and not inside:
+            seen.append(update())
+    weights = [keras.ops.convert_to_numpy(w) for w in model.weights]
+    return weights, list(dict.fromkeys(np.round(seen, 5).tolist()))
+
+
+@with_clusters(
+    "cluster how",
+    [
+        *(("two", how) for how in ("inside", "outside", "shards")),
+        *(("two_by_two", how) for how in ("inside", "outside")),
+    ],
+)
+def test_an_optimizer_of_torch_steps_as_on_one_device(cluster, how):
+    arguments = (how != "outside", 0 if how == "shards" else 0.1)
+
+    def program(strategy):
+        return train(cut() if how == "shards" else strategy, *arguments)
+
+    expected, expected_norms = train(None, *arguments)
+    for weights, norms in cluster(program):
+        np.testing.assert_allclose(norms, expected_norms, rtol=1e-4)
+        for one, other in zip(weights, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
