@@ -51,7 +51,10 @@ def looped(strategy: Any) -> list[np.ndarray]:
         optimizer.apply(gradients, model.trainable_variables)
 
     # Keras's custom gradients of float8 layers need a graph on TensorFlow.
-    train = ks.function(lambda x, y: strategy.run(step, args=(x, y)))
+    @ks.function
+    def train(x: Any, y: Any) -> None:
+        strategy.run(step, args=(x, y))
+
     pairs = [(X[i : i + BATCH], Y[i : i + BATCH]) for i in (0, 4)]
     for x, y in strategy.experimental_distribute_dataset(pairs):
         train(x, y)

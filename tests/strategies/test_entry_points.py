@@ -105,7 +105,7 @@ def result(script: Forked) -> dict[str, Any]:
 @pytest.mark.nightly(unless=["keras_strategies.strategies.*"])
 @pytest.mark.slow(seconds=7)
 @pytest.mark.parametrize(
-    "code", ways_to_strategies(), ids=lambda code: code.rpartition("import ")[2][:60]
+    "code", [*ways_to_strategies()], ids=lambda code: code.rpartition("import ")[2][:60]
 )
 def test_strategy_trains_its_models(forker, on_torch, tmp_path, code) -> None:
     used = forker if "ModelParallelStrategy" in code else on_torch

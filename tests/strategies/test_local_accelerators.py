@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import keras
 import pytest
@@ -153,12 +154,17 @@ def test_tensorflow_sees_the_gpu_of_the_process_only(monkeypatch):
     import tensorflow as tf
 
     visible = {"GPU": [f"GPU {i}" for i in range(4)], "CPU": ["CPU 0"]}
-    for name, replacement in (
-        ("get_visible_devices", lambda kind: visible.get(kind, [])),
-        ("get_logical_device_configuration", lambda device: None),
-        ("set_visible_devices", lambda device, kind: visible.update({kind: [device]})),
-    ):
-        monkeypatch.setattr(tf.config, name, replacement)
+    monkeypatch.setattr(
+        tf.config, "get_visible_devices", lambda kind: visible.get(kind, [])
+    )
+    monkeypatch.setattr(
+        tf.config, "get_logical_device_configuration", lambda device: None
+    )
+
+    def set_visible(device: Any, kind: str) -> None:
+        visible[kind] = [device]
+
+    monkeypatch.setattr(tf.config, "set_visible_devices", set_visible)
     set_variables(monkeypatch, TORCHRUN)
     for _ in range(2):
         assert default_devices(get_engine()) == (GPUS[0],)
