@@ -15,23 +15,18 @@ X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 22)
 
 
-def build() -> keras.Model:
+def build(optimizer: str = "sgd") -> keras.Model:
     keras.utils.set_random_seed(3)
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(8, activation="tanh"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(3, activation="softmax"),
-        ]
-    )
-    model.compile("sgd", "sparse_categorical_crossentropy")
+    hidden = [keras.layers.Dense(8, "tanh"), keras.layers.BatchNormalization()]
+    last = keras.layers.Dense(3, "softmax")
+    model = keras.Sequential([keras.Input((6,)), *hidden, last])
+    model.compile(optimizer, "sparse_categorical_crossentropy")
     return model
 
 
 def fit(model: keras.Model, **options) -> dict:
-    history = model.fit(X, Y, batch_size=11, shuffle=False, verbose=0, **options)
-    return history.history
+    options = {"batch_size": 11, "shuffle": False, "verbose": 0, **options}
+    return model.fit(X, Y, **options).history
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +58,8 @@ def _assert_same_fit(model: keras.Model, alone: keras.Model) -> None:
 
 
 def test_a_model_from_outside_the_scope_is_told_to_move(mirrored, alone) -> None:
-    with (
-        mirrored.scope(),
-        pytest.raises(
-            ks.errors.ModelScopeError,
-            match=r"created outside of it.*with strategy.scope\(\)",
-        ),
-    ):
+    text = r"created outside of it.*with strategy.scope\(\)"
+    with mirrored.scope(), pytest.raises(ks.errors.ModelScopeError, match=text):
         fit(alone)
     fit(alone)
 
@@ -106,18 +96,12 @@ EMPTY = {
     "few_rows": lambda: (loader_without_batches(3),),
     "unknown": lambda: (filtered(),),
 }
+METHODS = ("fit", "evaluate", "predict")
+CALLS = [(name, method) for name in EMPTY for method in METHODS if name != "unknown"]
 
 
 # Keras warns in `fit` and `evaluate` of a dataset that turns out to be empty.
-CALLS = [
-    (name, method)
-    for name in EMPTY
-    for method in ("fit", "evaluate", "predict")
-    if name != "unknown" or method == "predict"
-]
-
-
-@pytest.mark.parametrize(("name", "method"), CALLS)
+@pytest.mark.parametrize(("name", "method"), [*CALLS, ("unknown", "predict")])
 def test_input_without_a_batch(model, name, method) -> None:
     given = EMPTY[name]()
     with pytest.raises(ks.errors.InputError, match=r"input is empty.*at least one b"):
@@ -172,16 +156,14 @@ class Fails(keras.layers.Layer):
 
 def test_a_layer_that_raises_on_the_replicas(mirrored, monkeypatch) -> None:
     with mirrored.scope():
-        model = keras.Sequential([keras.Input((6,)), Fails(), keras.layers.Dense(3)])
+        model = keras.Sequential([keras.Input((6,)), Fails(), keras.layers.Dense(1)])
         model.compile("sgd", "mse", run_eagerly=True)
-    target = np.zeros((22, 3), "float32")
-    model.fit(X, target, verbose=0)
+    fit(model)
     monkeypatch.setattr(Fails, "broken", True)
     with pytest.raises(LookupError, match="a layer failed"):
-        model.fit(X, target, verbose=0)
+        fit(model)
     monkeypatch.setattr(Fails, "broken", False)
-    history = model.fit(X, target, verbose=0)
-    assert np.isfinite(history.history["loss"]).all()
+    assert np.isfinite(fit(model)["loss"]).all()
 
 
 def compiled(function):
@@ -205,9 +187,7 @@ def compiled(function):
 def test_a_method_in_a_program(mirrored, name) -> None:
     """It must not leave a half-built optimizer or traced state."""
     with mirrored.scope():
-        model = build()
-        # Its slots would be created in the program.
-        model.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
+        model = build("adam")  # Its slots would be created in the program.
 
     def program(x):
         getattr(model, name)(X, *(() if name == "predict" else (Y,)))
@@ -215,25 +195,19 @@ def test_a_method_in_a_program(mirrored, name) -> None:
 
     with pytest.raises(ks.errors.ContextError, match=rf"`{name}` of model 'seq.* Call"):
         compiled(program)(np.float32(1))
-    alone = build()
-    alone.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
-    _assert_same_fit(model, alone)
+    _assert_same_fit(model, build("adam"))
 
 
-@pytest.mark.parametrize("kind", [ks.MultiWorkerMirroredStrategy])
-def test_nccl_between_cpus_is_refused(kind) -> None:
+def test_options_that_cannot_be() -> None:
+    make = ks.MultiWorkerMirroredStrategy
     options = ks.CommunicationOptions(implementation="NCCL")
     for devices in (None, ["cpu:0"]):
         with pytest.raises(ValueError, match=r"NCCL connects GPUs.*cpu:0"):
-            kind(communication_options=options, devices=devices)
+            make(communication_options=options, devices=devices)
     with pytest.raises(ValueError, match=r"`communication_options` must be a ks\.Comm"):
-        kind(communication_options="NCCL")
-
-
-def test_flags_are_bools() -> None:
-    with pytest.raises(
-        TypeError, match=r"`sync_batch_norm` must be True or False.*'yes'"
-    ):
+        make(communication_options="NCCL")
+    text = "`sync_batch_norm` must be True or False.*'yes'"
+    with pytest.raises(TypeError, match=text):
         ks.MirroredStrategy(["cpu:0"], sync_batch_norm="yes")
 
 

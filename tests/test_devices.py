@@ -41,30 +41,26 @@ def test_what_is_no_name_is_an_error_that_shows_one(name) -> None:
         parse_device(name)
 
 
-def test_unknown_device_lists_what_exists() -> None:
-    with pytest.raises(ValueError, match=r"'gpu:5'.*gpu:0, gpu:1, cpu:0"):
-        check_devices(["gpu:0", "gpu:5"], AVAILABLE)
+@pytest.mark.parametrize(
+    "names, error, message",
+    [
+        (["gpu:0", "gpu:5"], ValueError, r"'gpu:5'.*gpu:0, gpu:1, cpu:0"),
+        (["gpu:1", "/GPU:1"], ks.errors.DuplicateDeviceError, "'gpu:1' 2 times"),
+        ([], ValueError, "empty"),
+    ],
+    ids=["unknown", "twice", "none"],
+)
+def test_devices_that_cannot_be_had(names, error, message) -> None:
+    with pytest.raises(error, match=message):
+        check_devices(names, AVAILABLE)
 
 
-def test_duplicates_are_found_in_different_spellings() -> None:
-    with pytest.raises(ks.errors.DuplicateDeviceError, match="'gpu:1' 2 times"):
-        check_devices(["gpu:1", "/GPU:1"], AVAILABLE)
-
-
-def test_no_device_at_all_is_an_error() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        check_devices([], AVAILABLE)
-
-
-def test_a_strategy_takes_names_in_any_spelling() -> None:
+def test_devices_are_those_of_the_names_or_all_cpus() -> None:
     strategy = ks.MirroredStrategy(["CPU:0", "/cpu:1"])
     assert strategy.extended.worker_devices == ("cpu:0", "cpu:1")
     assert strategy.num_replicas_in_sync == 2
-
-
-def test_without_names_all_cpus_are_used() -> None:
-    strategy = ks.MirroredStrategy()
-    assert strategy.extended.worker_devices == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+    every = ks.MirroredStrategy().extended.worker_devices
+    assert every == ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
 
 
 def test_central_storage_puts_variables_on_the_cpu() -> None:
@@ -80,15 +76,15 @@ def test_virtual_devices_are_counted(count) -> None:
 
 
 def test_too_late_for_more_virtual_devices(backend_name) -> None:
+    six = [f"cpu:{i}" for i in range(6)]
     if backend_name == "torch":
         # Torch fixes nothing, so more can be had at any time.
-        strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(6)])
-        assert strategy.num_replicas_in_sync == 6
+        assert ks.MirroredStrategy(six).num_replicas_in_sync == 6
         ks.set_virtual_cpu_devices(4)
         return
     keras.ops.zeros(1)  # The framework's devices are in use from here on.
     with pytest.raises(RuntimeError, match=r"set_virtual_cpu_devices\(6\).* first"):
-        ks.MirroredStrategy([f"cpu:{i}" for i in range(6)])
+        ks.MirroredStrategy(six)
 
 
 def test_an_accelerator_that_is_not_there() -> None:

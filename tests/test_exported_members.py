@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import operator
 from pathlib import Path
 
 import numpy as np
@@ -47,22 +48,14 @@ def test_member_is_documented(name: str) -> None:
     assert inspect.getdoc(getattr(ks, name))
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "cluster_resolver",
-        "coordinator",
-        "experimental",
-        "experimental.coordinator",
-        "experimental.partitioners",
-    ],
-)
+MODULES = ("cluster_resolver", "coordinator", "experimental")
+OF_EXPERIMENTAL = ("experimental.coordinator", "experimental.partitioners")
+
+
+@pytest.mark.parametrize("path", [*MODULES, *OF_EXPERIMENTAL])
 def test_modules_of_tf_distribute_can_be_imported(path: str) -> None:
     module = importlib.import_module(f"keras_strategies.{path}")
-    found = ks
-    for part in path.split("."):
-        found = getattr(found, part)
-    assert found is module
+    assert operator.attrgetter(path)(ks) is module
     assert all(hasattr(module, name) for name in module.__all__)
 
 
@@ -91,20 +84,17 @@ def test_dir_of_a_strategy_has_what_users_need(mirrored) -> None:
     assert all(hasattr(mirrored, name) for name in found)
 
 
-def test_default_strategy_is_a_singleton() -> None:
-    assert ks.DefaultStrategy() is ks.get_strategy()
-    assert ks.DefaultStrategy() is ks.DefaultStrategy()
-
-
-def test_setting_something_else_than_a_strategy_says_so() -> None:
+def test_only_strategies_are_set_and_the_default_one_is_none() -> None:
     with pytest.raises(ValueError, match="Received: 'x' of type str"):
         ks.experimental_set_strategy("x")  # type: ignore[arg-type]
+    assert ks.DefaultStrategy() is ks.get_strategy()
+    assert ks.DefaultStrategy() is ks.DefaultStrategy()
     ks.experimental_set_strategy(ks.DefaultStrategy())
     assert not ks.has_strategy()
 
 
-def printed(mirrored, monkeypatch) -> dict[str, object]:
-    """An object of each class that people see in a prompt, and what it prints."""
+def test_objects_print_what_they_are(mirrored, monkeypatch) -> None:
+    """Those of each class that people see in a prompt."""
     monkeypatch.setenv("KS_CLUSTER_SECRET", "a secret of many characters")
     dataset = mirrored.experimental_distribute_dataset(np.zeros(10), batch_size=4)
     known, failed = ks.RemoteValue(), ks.RemoteValue()
@@ -112,7 +102,7 @@ def printed(mirrored, monkeypatch) -> dict[str, object]:
     failed.set(None, ValueError("too large"))
     iterator = iter(dataset)
     iterator.close()
-    return {
+    printed = {
         "<RemoteValue, not yet computed>": ks.RemoteValue(),
         "<RemoteValue of 3.5>": known,
         "<RemoteValue, failed: ValueError: too large>": failed,
@@ -122,9 +112,6 @@ def printed(mirrored, monkeypatch) -> dict[str, object]:
         f"<DistributedIterator, ended, over {dataset!r}>": iterator,
         "<NcclAllReduce(num_packs=2)>": NcclAllReduce(2),
     }
-
-
-def test_objects_print_what_they_are(mirrored, monkeypatch) -> None:
-    for text, made in printed(mirrored, monkeypatch).items():
+    for text, made in printed.items():
         assert repr(made).startswith(text)
         assert " at 0x" not in repr(made)

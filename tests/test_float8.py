@@ -23,13 +23,9 @@ BATCH = 4
 def new_model() -> keras.Model:
     keras.utils.set_random_seed(1)
     policy = "float8_from_float32"
-    return keras.Sequential(
-        [
-            keras.Input((5,)),
-            layers.Dense(4, "tanh", dtype=policy),
-            layers.EinsumDense("ab,bc->ac", 2, bias_axes="c", dtype=policy),
-        ]
-    )
+    first = layers.Dense(4, "tanh", dtype=policy)
+    last = layers.EinsumDense("ab,bc->ac", 2, bias_axes="c", dtype=policy)
+    return keras.Sequential([keras.Input((5,)), first, last])
 
 
 def fitted(strategy: Any) -> list[np.ndarray]:
@@ -54,13 +50,12 @@ def looped(strategy: Any) -> list[np.ndarray]:
         _, gradients = ks.value_and_grad(loss, model.trainable_variables)(x, y)
         optimizer.apply(gradients, model.trainable_variables)
 
-    pairs = [(X[i : i + BATCH], Y[i : i + BATCH]) for i in (0, 4)]
-
     # Keras's custom gradients of float8 layers need a graph on TensorFlow.
     @ks.function
     def train(x: Any, y: Any) -> None:
         strategy.run(step, args=(x, y))
 
+    pairs = [(X[i : i + BATCH], Y[i : i + BATCH]) for i in (0, 4)]
     for x, y in strategy.experimental_distribute_dataset(pairs):
         train(x, y)
     return values(model)

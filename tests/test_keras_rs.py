@@ -17,11 +17,8 @@ from harness.keras_rs_models import BATCH, ranking_data, ranking_model
 from harness.strategies import STRATEGIES
 
 LOSSES = (
-    "PairwiseHingeLoss",
-    "ListMLELoss",
-    "PairwiseLogisticLoss",
-    "PairwiseMeanSquaredError",
-    "PairwiseSoftZeroOneLoss",
+    *("PairwiseHingeLoss", "ListMLELoss", "PairwiseLogisticLoss"),
+    *("PairwiseMeanSquaredError", "PairwiseSoftZeroOneLoss"),
 )
 
 
@@ -31,9 +28,8 @@ def trained(loss: str) -> tuple[Any, dict[str, list[float]], np.ndarray]:
     if loss == "ListMLELoss":
         # It takes the logarithm of scores that are masked.
         y = np.abs(y)
-    model = ranking_model(
-        keras.optimizers.Adagrad(0.1), getattr(keras_rs.losses, loss)()
-    )
+    optimizer = keras.optimizers.Adagrad(0.1)
+    model = ranking_model(optimizer, getattr(keras_rs.losses, loss)())
     history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     return model, history.history, model.predict(x, batch_size=BATCH, verbose=0)
 
@@ -60,19 +56,15 @@ def test_tables_may_have_an_optimizer_of_their_own() -> None:
     found = []
     for rate in (0.0, 0.5):
         with ks.OneDeviceStrategy("cpu:0").scope():
-            movies = keras.optimizers.SGD(rate)
-            chosen = {".*/movies/.*": movies}
+            chosen = {".*/movies/.*": keras.optimizers.SGD(rate)}
             default = keras.optimizers.SGD(0.1)
-            optimizer = keras.optimizers.MultiOptimizer(
-                keras.optimizers.OptimizerMap(default, chosen)
-            )
-            model = ranking_model(optimizer)
+            optimizers = keras.optimizers.OptimizerMap(default, chosen)
+            model = ranking_model(keras.optimizers.MultiOptimizer(optimizers))
             model.embeddings.build({name: value.shape for name, value in x.items()})
             before = _tables(model)
             model.train_on_batch(x, y)
             after = _tables(model)
-        changed = {name for name in before if np.any(before[name] != after[name])}
-        found.append(changed)
+        found.append({name for name in before if np.any(before[name] != after[name])})
     assert found == [{"users"}, {"users", "movies"}]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -23,27 +24,14 @@ Y = np.zeros((8, 3), "float32")
 TWO = ["cpu:0", "cpu:1"]
 
 
-def compiled() -> keras.Model:
+def fitted(strategy: Any = None) -> list[Any]:
     hidden = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
-    model = keras.Sequential([keras.Input((6,)), *hidden, keras.layers.Dense(3)])
-    model.compile("sgd", "mse", jit_compile=False)
-    return model
-
-
-def plain() -> list[Any]:
-    model = compiled()
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), *hidden, keras.layers.Dense(3)])
+        model.compile("sgd", "mse", jit_compile=False)
     model.fit(X, Y, batch_size=4, verbose=0)
     model.evaluate(X, Y, batch_size=4, verbose=0)
-    return [model]
-
-
-def fit_under(make: Callable[[], Any]) -> list[Any]:
-    strategy = make()
-    with strategy.scope():
-        model = compiled()
-    model.fit(X, Y, batch_size=4, verbose=0)
-    model.evaluate(X, Y, batch_size=4, verbose=0)
-    return [strategy, model]
+    return [model] if strategy is None else [strategy, model]
 
 
 def custom_loop() -> list[Any]:
@@ -54,10 +42,10 @@ def custom_loop() -> list[Any]:
         optimizer.build(model.trainable_variables)
         metric = keras.metrics.Mean()
 
-    def on_replica(x: Any, y: Any) -> Any:
-        def loss_of(x: Any, y: Any) -> Any:
-            return ops.sum(ops.square(model(x, training=True) - y)) / len(X)
+    def loss_of(x: Any, y: Any) -> Any:
+        return ops.sum(ops.square(model(x, training=True) - y)) / len(X)
 
+    def on_replica(x: Any, y: Any) -> Any:
         variables = model.trainable_variables
         loss, gradients = ks.value_and_grad(loss_of, variables)(x, y)
         optimizer.apply(gradients, variables)
@@ -74,31 +62,26 @@ def custom_loop() -> list[Any]:
 
 
 RUNS: dict[str, Callable[[], list[Any]]] = {
-    "mirrored": lambda: fit_under(lambda: ks.MirroredStrategy(TWO)),
-    "one_device": lambda: fit_under(lambda: ks.OneDeviceStrategy("cpu:0")),
-    "central": lambda: fit_under(lambda: ks.CentralStorageStrategy(TWO, "cpu:0")),
+    "mirrored": lambda: fitted(ks.MirroredStrategy(TWO)),
+    "one_device": lambda: fitted(ks.OneDeviceStrategy("cpu:0")),
+    "central": lambda: fitted(ks.CentralStorageStrategy(TWO, "cpu:0")),
     "custom_loop": custom_loop,
 }
 if BACKEND == "jax":
-    RUNS["model_parallel"] = lambda: fit_under(
-        lambda: ks.ModelParallelStrategy("auto", TWO, 2, min_shard_bytes=0)
+    RUNS["model_parallel"] = lambda: fitted(
+        ks.ModelParallelStrategy("auto", TWO, 2, min_shard_bytes=0)
     )
 
 
-class Usage:
+def usage() -> tuple[int, int, float]:
     """What the process has: threads, file descriptors, megabytes."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        process = psutil.Process()
-        self.threads = threading.active_count()
-        self.descriptors = process.num_fds()
-        self.megabytes = process.memory_info().rss / 2**20
+    gc.collect()
+    process = psutil.Process()
+    megabytes = process.memory_info().rss / 2**20
+    return threading.active_count(), process.num_fds(), megabytes
 
 
-def check_nothing_is_left(
-    run: Callable[[], list[Any]], times: int
-) -> tuple[float, float]:
+def check_nothing_is_left(run: Callable[[], Any], times: int) -> tuple[float, float]:
     """Checks that objects are collected, and threads and files closed, after runs.
 
     A thread that ends may hold its last frame a little longer: ten seconds at most.
@@ -110,19 +93,14 @@ def check_nothing_is_left(
     for i in range(times):
         references += [(type(made), weakref.ref(made)) for made in run()]
         if i == 1:
-            first = Usage()
+            first = usage()
     deadline = time.monotonic() + 10
     while True:
-        last = Usage()
+        last = usage()
         alive = [kind.__name__ for kind, made in references if made() is not None]
-        more = {
-            name: (getattr(first, name), getattr(last, name))
-            for name in ("threads", "descriptors")
-            if getattr(last, name) > getattr(first, name)
-        }
-        if not alive and not more:
-            return first.megabytes, last.megabytes
-        assert time.monotonic() < deadline, (alive, more)
+        if not alive and last[0] <= first[0] and last[1] <= first[1]:
+            return first[2], last[2]
+        assert time.monotonic() < deadline, (alive, first, last)
         time.sleep(0.1)
 
 
@@ -151,7 +129,7 @@ def test_threads_of_torch_do_not_wait_for_the_garbage_collector() -> None:
 @pytest.fixture(scope="module")
 def megabytes_of_keras() -> float:
     """What thirty runs of plain Keras leave in use."""
-    first, last = check_nothing_is_left(plain, 30)
+    first, last = check_nothing_is_left(fitted, 30)
     return max(last - first, 0)
 
 

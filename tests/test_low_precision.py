@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+from harness.case import dtype_policy
 from keras import layers, ops
 
 import keras_strategies as ks
@@ -18,15 +19,6 @@ ROWS, BATCH = 32, 8
 BACKEND = keras.backend.backend()
 #: The step from one number to the next, relative: 10 and 7 bits of mantissa.
 STEP = {"float16": 2**-10, "bfloat16": 2**-7}
-
-
-@contextlib.contextmanager
-def dtype_policy(name: str) -> Iterator[None]:
-    keras.config.set_dtype_policy(name)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy("float32")
 
 
 # --- Training: the only differences are those of another order of summation ----
@@ -65,23 +57,16 @@ class InHalves(layers.Layer):
         parts = [x[: BATCH // 2], x[BATCH // 2 :]]
         if not self.cast_once:
             return ops.concatenate([self.model(part) for part in parts])
-        casts = [
-            (v, ops.cast(v, self.compute_dtype)) for v in self.model.trainable_variables
-        ]
+        variables, dtype = self.model.trainable_variables, self.compute_dtype
+        casts = [(v, ops.cast(v, dtype)) for v in variables]
         with keras.StatelessScope(state_mapping=casts):
             return ops.concatenate([self.model(part) for part in parts])
 
 
 def network() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((6, 6, 2)),
-            layers.Conv2D(8, 3, activation="relu"),
-            layers.Flatten(),
-            layers.Dense(8, "tanh"),
-            layers.Dense(3),
-        ]
-    )
+    first = [layers.Conv2D(8, 3, activation="relu"), layers.Flatten()]
+    last = [layers.Dense(8, "tanh"), layers.Dense(3)]
+    return keras.Sequential([keras.Input((6, 6, 2)), *first, *last])
 
 
 def train(
@@ -93,8 +78,6 @@ def train(
     """Trains for two epochs.
 
     Args:
-        policy: of the layers.
-        strategy: None for one device.
         order: seed of the order of rows in each batch, None for that of the data.
         parts: makes the layer that calls the network.
     """
@@ -106,9 +89,8 @@ def train(
         rows = np.concatenate([s + shuffle(BATCH) for s in range(0, ROWS, BATCH)])
         x, y = x[rows], y[rows]
     keras.utils.set_random_seed(1)
-    scope = strategy.scope() if strategy else contextlib.nullcontext()
     with dtype_policy(policy):
-        with scope:
+        with strategy.scope() if strategy else contextlib.nullcontext():
             model = inner = network()
             if parts is not None:
                 inputs = keras.Input((6, 6, 2))
@@ -127,15 +109,6 @@ def as_array(value: Any) -> np.ndarray:
     return np.array(ops.convert_to_numpy(ops.cast(value, "float32")))
 
 
-def two_replicas(policy: str) -> Trained:
-    return train(policy, ks.MirroredStrategy(["cpu:0", "cpu:1"]))
-
-
-def halves_on_one_device(policy: str) -> Trained:
-    cast_once = policy == "mixed_float16"
-    return train(policy, parts=lambda model: InHalves(model, cast_once))
-
-
 @pytest.mark.one_backend("tensorflow")
 @pytest.mark.nightly(unless=["mixed_bfloat16"])
 @pytest.mark.parametrize(
@@ -148,7 +121,9 @@ def test_replicas_are_off_by_what_another_order_of_summation_is(policy: str) -> 
     sums for each program; there the difference is compared with those of one device
     that computes the halves, or has the rows of each batch in another order.
     """
-    found, halves = two_replicas(policy), halves_on_one_device(policy)
+    found = train(policy, ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    cast_once = policy == "mixed_float16"
+    halves = train(policy, parts=lambda model: InHalves(model, cast_once))
     assert found.scale == halves.scale
     if BACKEND != "jax":
         # A last bit that differs anywhere is more than a thousand times as much.
@@ -220,15 +195,10 @@ def test_gradients_of_loops(strategy, terms) -> None:
 def test_reductions(strategy, terms, op: str, share: int) -> None:
     dtype, _, expected = terms
     value = per_replica(strategy, terms)
-
-    def all_reduced(x: Any) -> Any:
-        return ks.get_replica_context().all_reduce(op, x)
-
-    ours = strategy.run(all_reduced, args=(value,))
-    for found in (
-        strategy.reduce(op, value),
-        *strategy.experimental_local_results(ours),
-    ):
+    context = ks.get_replica_context
+    ours = strategy.run(lambda x: context().all_reduce(op, x), args=(value,))
+    every = strategy.experimental_local_results(ours)
+    for found in (strategy.reduce(op, value), *every):
         assert keras.backend.standardize_dtype(found.dtype) == dtype
         assert as_array(found).tolist() == [expected / share]
 
@@ -243,10 +213,6 @@ def test_means_along_an_axis(strategy, dtype: str) -> None:
 
 def per_replica(strategy: Any, terms: tuple[str, list[float], float]) -> Any:
     dtype, values, _ = terms
-    devices = strategy.placement.replicas
-    return ks.PerReplica(
-        [
-            strategy.engine.to_device(ops.cast(np.array([value]), dtype), device)
-            for value, device in zip(values, devices, strict=True)
-        ]
-    )
+    pairs = zip(values, strategy.placement.replicas, strict=True)
+    move = strategy.engine.to_device
+    return ks.PerReplica([move(ops.cast(np.array([v]), dtype), d) for v, d in pairs])

@@ -45,8 +45,8 @@ def fit(model: keras.Model, **options) -> dict[str, list[float]]:
     return model.fit(X, Y, **options).history
 
 
-def assert_same_weights(a: keras.Model, b: keras.Model) -> None:
-    for one, other in zip(a.get_weights(), b.get_weights(), strict=True):
+def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -61,8 +61,7 @@ def assert_trained(model: keras.Model, history: dict[str, list[float]], n: int) 
     """Fails unless the model ends `n` epochs as one device does."""
     loss, weights = alone()[n - 1]
     np.testing.assert_allclose(history["loss"][-1], loss, rtol=1e-5)
-    for found, expected in zip(model.get_weights(), weights, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert_close(model.get_weights(), weights)
 
 
 class Ready:
@@ -74,12 +73,9 @@ class Ready:
 
     def __init__(self, strategy=None) -> None:
         self.strategy = strategy
-        if strategy is None:
-            self._model = build()
-        else:
-            with strategy.scope():
-                self._model = build(compiled=False)
-            compile_model(self._model)
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            self._model = build(compiled=False)
+        compile_model(self._model)
         self._start = self._model.get_weights()
 
     def __call__(self) -> keras.Model:
@@ -104,25 +100,17 @@ def test_compile_outside_of_the_scope_and_fit_again(strategy_case) -> None:
     for epoch in (1, 2, 3):
         assert_trained(model, fit(model), epoch)
     homes = set(strategy.extended.parameter_devices)
+    copies_of = strategy.drivers.fit.copies
     for variable in model.optimizer.variables:
-        devices = {copy.device for copy in strategy.drivers.fit.copies(variable)}
-        assert devices <= homes
-    assert_describe_adds_up(strategy, model)
-
-
-def assert_describe_adds_up(strategy, model: keras.Model) -> None:
+        assert {copy.device for copy in copies_of(variable)} <= homes
     table = strategy.describe(model)
     assert "hidden/kernel" in str(table)
     assert "6x8" in str(table)
     assert "<table>" in table._repr_html_() and "hidden/kernel" in table._repr_html_()
     expected: dict[str, int] = {}
-    variables = [
-        *model.variables,
-        *model.optimizer.variables,
-        *model.metrics_variables,
-    ]
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     for variable in {id(v): v for v in variables}.values():
-        for copy in strategy.drivers.fit.copies(variable):
+        for copy in copies_of(variable):
             expected[copy.device] = expected.get(copy.device, 0) + copy.nbytes
     assert table.totals == expected
 
@@ -141,14 +129,12 @@ def test_fit_may_stand_in_the_scope(strategy) -> None:
 def test_central_storage_keeps_one_copy_of_everything() -> None:
     model, strategy = ready("central")(), ready("central").strategy
     fit(model)
-    variables = [*model.variables, *model.optimizer.variables]
     assert len(model.optimizer.variables) > len(model.trainable_variables)
-    for variable in variables:
+    for variable in (*model.variables, *model.optimizer.variables):
         (copy,) = strategy.drivers.fit.copies(variable)
         assert copy.device == "cpu:0", variable.path
-        assert (
-            copy.nbytes == int(np.prod(variable.shape)) * 4 or "int" in variable.dtype
-        )
+        nbytes = int(np.prod(variable.shape)) * 4
+        assert copy.nbytes == nbytes or "int" in variable.dtype
 
 
 def test_describe_of_a_model_made_elsewhere(mirrored) -> None:
@@ -167,13 +153,11 @@ def test_callbacks_do_what_they_do_on_one_device(tmp_path) -> None:
         ]
 
     histories = []
+    options = {"epochs": 6, "validation_data": (X[:7], Y[:7])}
     for name in (None, "mirrored_2"):
         folder = tmp_path / str(name)
         folder.mkdir()
-        model = ready(name)()
-        validation = (X[:7], Y[:7])
-        options = {"epochs": 6, "validation_data": validation}
-        histories.append(fit(model, callbacks=callbacks(folder), **options))
+        histories.append(fit(ready(name)(), callbacks=callbacks(folder), **options))
         assert (folder / "best.keras").exists()
         lines = (folder / "log.csv").read_text().splitlines()
         assert len(lines) == len(histories[-1]["loss"]) + 1
@@ -203,7 +187,7 @@ def test_a_callback_evaluates_predicts_saves_and_changes_the_rate(tmp_path) -> N
 
     model, plain = ready()(), ready(None)()
     np.testing.assert_allclose(train(model), train(plain), rtol=1e-5)
-    assert_same_weights(model, plain)
+    assert_close(model.get_weights(), plain.get_weights())
 
 
 def test_an_interrupted_run_resumes_from_its_backup(tmp_path) -> None:
@@ -225,9 +209,7 @@ def test_an_interrupted_run_resumes_from_its_backup(tmp_path) -> None:
 
 @pytest.mark.one_backend("jax")
 @strategies.TWO_REPLICAS_BY_DAY
-def test_a_saved_model_opens_with_and_without_a_strategy(
-    strategy_case, tmp_path
-) -> None:
+def test_a_saved_model_opens_with_and_without_a_strategy(strategy_case, tmp_path):
     model, strategy = ready(strategy_case.name)(), ready(strategy_case.name).strategy
     fit(model)
     path = tmp_path / "model.keras"
@@ -242,23 +224,19 @@ def test_a_saved_model_opens_with_and_without_a_strategy(
 
 
 @pytest.mark.slow(seconds=10)
-def test_a_saved_model_opens_on_another_backend(
-    mirrored, tmp_path, backend_name
-) -> None:
+def test_a_saved_model_opens_on_another_backend(mirrored, tmp_path, backend_name):
     other = "torch" if backend_name == "jax" else "jax"
     with mirrored.scope():
         model = build()
     model.save(tmp_path / "model.keras")
     np.save(tmp_path / "x.npy", X)
+    # Keras looks for TensorFlow on every backend, which takes seconds. The library is
+    # not needed.
     code = (
-        # Keras looks for TensorFlow on every backend, which takes seconds. The library
-        # is not needed.
         "import sys; sys.modules['tensorflow'] = sys.modules['keras_strategies'] = None"
-        "\n"
-        "import keras, numpy as np; folder = sys.argv[1]; "
+        "\nimport keras, numpy as np; folder = sys.argv[1]; "
         "model = keras.models.load_model(folder + '/model.keras'); "
-        "x = np.load(folder + '/x.npy'); "
-        "np.save(folder + '/y.npy', model.predict(x, verbose=0))"
+        "np.save(folder + '/y.npy', model.predict(np.load(folder + '/x.npy')))"
     )
     run_code(tmp_path, code, str(tmp_path), backend=other)
     found = np.load(tmp_path / "y.npy")
@@ -270,12 +248,10 @@ def freeze_and_unfreeze(model: keras.Model) -> tuple[list[float], list[np.ndarra
     model.get_layer("hidden").trainable = False
     model.get_layer("norm").trainable = False
     compile_model(model)
-    frozen = model.get_layer("hidden").get_weights()
+    before = model.get_layer("hidden").get_weights()
     fit(model)
-    for before, after in zip(
-        frozen, model.get_layer("hidden").get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(before, after)
+    for one, other in zip(model.get_layer("hidden").get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
     model.trainable = True
     compile_model(model, 0.05)
     return fit(model)["loss"], model.get_weights()
@@ -293,8 +269,7 @@ def test_freezing_and_unfreezing_between_fits(strategy) -> None:
     loss, weights = freeze_and_unfreeze(model)
     expected_loss, expected = frozen_alone()
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    for one, other in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    assert_close(weights, expected)
 
 
 def test_a_clone_belongs_to_the_scope_that_it_is_made_in(mirrored) -> None:
@@ -324,12 +299,11 @@ def test_paths_of_the_optimizers_variables_are_those_of_keras(mirrored) -> None:
 
 
 def test_variables_say_what_they_are_and_where(mirrored) -> None:
+    options = {"synchronization": "on_read", "aggregation": "sum", "name": "counter"}
     with mirrored.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="d")])
         model.compile("sgd", "mse")
-        counter = keras.Variable(
-            0.0, synchronization="on_read", aggregation="sum", name="counter"
-        )
+        counter = keras.Variable(0.0, **options)
     model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
     text = repr(model.weights[0])
     assert "d/kernel, shape=(2, 1), dtype=float32" in text

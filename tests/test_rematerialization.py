@@ -61,12 +61,16 @@ def weights_of(model: keras.Model) -> list[Any]:
 
 def assert_trains_as_on_one_device(strategy: Any, *layers: Any) -> None:
     expected = weights_of(model_on(None, *layers))
-    found = weights_of(model_on(strategy, *layers))
+    assert_close(weights_of(model_on(strategy, *layers)), expected)
+
+
+def assert_close(found: list[Any], expected: list[Any]) -> None:
     for value, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.one_backend
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.nightly(unless=["one_device-True", "mirrored_2-True"])
 @pytest.mark.parametrize("mixes_rows", [False, True])
 @pytest.mark.parametrize(
@@ -74,17 +78,13 @@ def assert_trains_as_on_one_device(strategy: Any, *layers: Any) -> None:
     ["one_device", "mirrored_2", "central"] if BACKEND == "torch" else ["mirrored_2"],
 )
 def test_remat_in_a_layer(name, mixes_rows) -> None:
-    strategy = STRATEGIES[name].make()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_trains_as_on_one_device(strategy, lambda: Block(mixes_rows))
+    assert_trains_as_on_one_device(STRATEGIES[name].make(), lambda: Block(mixes_rows))
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="traced calls run once")
 def test_remat_runs_once_and_once_again_on_each_replica(mirrored) -> None:
     model = model_on(mirrored, Block)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         model.train_on_batch(X, Y)
     for step in range(1, 4):
         RUNS.clear()
@@ -92,6 +92,7 @@ def test_remat_runs_once_and_once_again_on_each_replica(mirrored) -> None:
         assert len(RUNS) == 2 * mirrored.num_replicas_in_sync, step
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("mode", "layer"),
     [
@@ -113,21 +114,26 @@ def test_layers_of_a_scope(mirrored, mode, layer) -> None:
                 [keras.layers.Dense(5, "tanh"), layer(), keras.layers.Dense(3)]
             )
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_trains_as_on_one_device(mirrored, rematerialized)
+    assert_trains_as_on_one_device(mirrored, rematerialized)
 
 
-class Kept(keras.layers.Layer):
-    """Calls a layer by a function that it keeps, as in the documentation of Keras."""
+class Calls(keras.layers.Layer):
+    """Has another layer."""
 
-    def __init__(self, again: Any) -> None:
+    def __init__(self, inner: Any) -> None:
         super().__init__()
-        self.inner = keras.layers.Dense(3, "tanh")
-        self.again = again(self.inner)
+        self.inner = inner
 
     def build(self, shape: Any) -> None:
         self.inner.build(shape)
+
+
+class Kept(Calls):
+    """Calls a layer by a function that it keeps, as in the documentation of Keras."""
+
+    def __init__(self, again: Any) -> None:
+        super().__init__(keras.layers.Dense(3, "tanh"))
+        self.again = again(self.inner)
 
     def call(self, x: Any) -> Any:
         return self.again(x)
@@ -136,20 +142,11 @@ class Kept(keras.layers.Layer):
 def test_a_function_that_a_layer_keeps_is_trained(mirrored) -> None:
     """Plain Keras on JAX has the values with which the model was built in it."""
     expected = weights_of(model_on(None, lambda: Kept(lambda layer: layer)))
-    found = weights_of(model_on(mirrored, lambda: Kept(keras.remat)))
-    for value, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+    assert_close(weights_of(model_on(mirrored, lambda: Kept(keras.remat))), expected)
 
 
-class Rematerialized(keras.layers.Layer):
+class Rematerialized(Calls):
     """Calls Keras's layers that assign variables, in a function of its own."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.inner = keras.Sequential([keras.layers.Dense(3, "tanh"), layer])
-
-    def build(self, shape: Any) -> None:
-        self.inner.build(shape)
 
     def call(self, x: Any, training: bool = False) -> Any:
         return keras.remat(lambda given: self.inner(given, training=training))(x)
@@ -176,42 +173,36 @@ def test_functions_that_read_or_assign_variables_in_the_backward_pass_too(
     """Layers that are known by their types have operations in both passes."""
 
     def make() -> Any:
-        return Rematerialized(layer())
+        inner = [keras.layers.Dense(3, "tanh"), layer()]
+        return Rematerialized(keras.Sequential(inner))
 
-    expected = weights_of(
-        model_on(ks.OneDeviceStrategy("cpu:0", random_numbers="keras"), make)
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = weights_of(model_on(mirrored, make))
-    for value, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+    one_device = ks.OneDeviceStrategy("cpu:0", random_numbers="keras")
+    expected = weights_of(model_on(one_device, make))
+    with warnings.catch_warnings(action="ignore"):
+        assert_close(weights_of(model_on(mirrored, make)), expected)
 
 
-class CheckpointedBlock(keras.layers.Layer):
+def checkpoint(function: Any, x: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(function, x, use_reentrant=False)
+
+
+class CheckpointedBlock(Calls):
     """Calls a layer in Torch's own checkpoint."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.dense = keras.layers.Dense(3)
-
-    def build(self, shape: Any) -> None:
-        self.dense.build(shape)
-
     def call(self, x: Any) -> Any:
-        from torch.utils.checkpoint import checkpoint
-
-        return checkpoint(
-            lambda x: keras.ops.tanh(self.dense(x)), x, use_reentrant=False
-        )
+        return checkpoint(lambda x: keras.ops.tanh(self.inner(x)), x)
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="a function of Torch")
 @pytest.mark.parametrize("name", ["mirrored_2", "central"])
 def test_checkpoints_of_torch_in_a_layer(name) -> None:
-    assert_trains_as_on_one_device(
-        STRATEGIES[name].make(), CheckpointedBlock, lambda: keras.layers.Dense(3)
-    )
+    def make() -> Any:
+        return CheckpointedBlock(keras.layers.Dense(3))
+
+    strategy = STRATEGIES[name].make()
+    assert_trains_as_on_one_device(strategy, make, lambda: keras.layers.Dense(3))
 
 
 class CheckpointingStep(keras.Sequential):
@@ -219,13 +210,10 @@ class CheckpointingStep(keras.Sequential):
 
     def train_step(self, data: Any) -> Any:
         import torch
-        from torch.utils.checkpoint import checkpoint
 
         x, y = data
         first, second = self.layers
-        outputs = checkpoint(
-            lambda h: keras.ops.tanh(second(h)), first(x), use_reentrant=False
-        )
+        outputs = checkpoint(lambda h: keras.ops.tanh(second(h)), first(x))
         loss = keras.ops.mean((outputs - y) ** 2)
         self.zero_grad()
         loss.backward()
@@ -251,6 +239,5 @@ def test_checkpoints_of_torch_in_a_step(mirrored) -> None:
         found.append((weights_of(model), history.history["loss"], texts))
     (expected, losses, _), (weights, others, texts) = found
     np.testing.assert_allclose(others, losses, 1e-5)
-    for one, other in zip(expected, weights, strict=True):
-        np.testing.assert_allclose(other, one, 1e-5, 1e-6)
+    assert_close(weights, expected)
     assert sum("exact but not parallel" in text for text in texts) == 1, texts

@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -45,20 +46,11 @@ class Noise(layers.Layer):
 def made(strategy: Any, seed: int) -> keras.Model:
     keras.utils.set_random_seed(seed)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((6, 6, 2)),
-                Noise(seed),
-                layers.Flatten(),
-                layers.Dropout(0.3, seed=seed),
-                layers.Dense(3, "softmax"),
-            ]
-        )
-        model.compile(
-            keras.optimizers.Adam(0.01),
-            "categorical_crossentropy",
-            metrics=["accuracy"],
-        )
+        hidden = [Noise(seed), layers.Flatten(), layers.Dropout(0.3, seed=seed)]
+        last = layers.Dense(3, "softmax")
+        model = keras.Sequential([keras.Input((6, 6, 2)), *hidden, last])
+        optimizer = keras.optimizers.Adam(0.01)
+        model.compile(optimizer, "categorical_crossentropy", metrics=["accuracy"])
     return model
 
 
@@ -66,37 +58,19 @@ def train(model: keras.Model) -> list[np.ndarray]:
     """Losses, metrics and weights; the last batch has fewer rows."""
     history = model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
     values = model.evaluate(X, Y, batch_size=4, verbose=0)
-    return [
-        *map(np.asarray, history.values()),
-        np.asarray(values),
-        *model.get_weights(),
-    ]
+    return [*map(np.asarray, (*history.values(), values)), *model.get_weights()]
 
 
 def at_the_same_time(*functions: Callable[[], Any]) -> list[Any]:
     """The results of functions that threads call; their errors are raised."""
     start = threading.Barrier(len(functions))
-    results: dict[int, Any] = {}
-    errors: list[BaseException] = []
 
-    def call(index: int, function: Callable[[], Any]) -> None:
+    def call(function: Callable[[], Any]) -> Any:
         start.wait(10)
-        try:
-            results[index] = function()
-        except BaseException as error:
-            errors.append(error)
+        return function()
 
-    threads = [
-        threading.Thread(target=call, args=each) for each in enumerate(functions)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads)
-    for error in errors:
-        raise error
-    return [results[index] for index in range(len(functions))]
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(call, functions, timeout=120))
 
 
 def replaced() -> dict[str, Any]:
@@ -111,11 +85,8 @@ def replaced() -> dict[str, Any]:
         from keras_strategies.engines.tensorflow.compat import operations as compat
 
         operations = [(compat.gen_nn_ops, compat.FAILING_KERNELS), *compat.DRAWS]
-        found["operations"] = {
-            name: getattr(module, name)
-            for module, names in operations
-            for name in names
-        }
+        pairs = [(module, name) for module, names in operations for name in names]
+        found["operations"] = {name: getattr(module, name) for module, name in pairs}
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import Any
 
 import keras
@@ -15,24 +14,16 @@ from keras_strategies.values import PerReplica, regroup
 
 pytestmark = pytest.mark.one_backend
 
-Point = namedtuple("Point", "x y")
-
 
 def test_structures_that_differ_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"lengths \[1, 2\]"):
         regroup([[1], [1, 2]])
 
 
-def test_values_cannot_be_iterated_by_mistake() -> None:
+def test_values_print_their_components_and_cannot_be_iterated_by_mistake() -> None:
+    assert repr(ks.PerReplica([1, 2])) == "PerReplica:{\n  0: 1,\n  1: 2\n}"
     with pytest.raises(RuntimeError, match="experimental_local_results"):
         list(ks.PerReplica([1, 2]))
-
-
-def test_values_print_their_components() -> None:
-    assert repr(ks.PerReplica([1, 2])) == "PerReplica:{\n  0: 1,\n  1: 2\n}"
-
-
-def test_no_components_is_an_error() -> None:
     with pytest.raises(ValueError, match="for each replica"):
         ks.PerReplica([])
 
@@ -60,54 +51,43 @@ def test_enumerations_accept_names_in_any_case() -> None:
         ks.ReduceOp.parse("median")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bytes_per_pack": -1},
-        {"bytes_per_pack": 1.5},
-        {"timeout_seconds": 0},
-        {"implementation": "smoke"},
-    ],
-)
-def test_communication_options_are_validated(options) -> None:
-    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
-        ks.CommunicationOptions(**options)
-
-
-def test_communication_options_are_frozen() -> None:
+def test_communication_options_are_validated_and_frozen() -> None:
+    for name, value in (
+        *(("bytes_per_pack", -1), ("bytes_per_pack", 1.5)),
+        *(("timeout_seconds", 0), ("implementation", "smoke")),
+    ):
+        with pytest.raises(ValueError, match=str(value)):
+            ks.CommunicationOptions(**{name: value})
     options = ks.CommunicationOptions(timeout_seconds=3, implementation="ring")
     assert options.implementation is ks.CommunicationImplementation.RING
     with pytest.raises(AttributeError):
         options.timeout_seconds = 4
 
 
-def trees() -> dict[str, Any]:
-    """`map_structure` of the backend's own structures, and of Keras."""
-    found: dict[str, Any] = {"keras": keras.tree.map_structure}
-    backend = keras.backend.backend()
-    if backend == "jax":
-        import jax
+#: `map_structure` of the backend's own structures, and of Keras.
+TREES: dict[str, Any] = {"keras": keras.tree.map_structure}
+if keras.backend.backend() == "jax":
+    import jax
 
-        found["jax"] = jax.tree.map
-    elif backend == "torch":
-        from torch.utils import _pytree
+    TREES["jax"] = jax.tree.map
+elif keras.backend.backend() == "torch":
+    from torch.utils import _pytree
 
-        found["torch"] = _pytree.tree_map
-    else:
-        import tensorflow as tf
+    TREES["torch"] = _pytree.tree_map
+else:
+    import tensorflow as tf
 
-        found["tensorflow"] = tf.nest.map_structure
-    return found
+    TREES["tensorflow"] = tf.nest.map_structure
 
 
-@pytest.mark.parametrize("name", trees())
+@pytest.mark.parametrize("name", TREES)
 def test_structures_of_frameworks_keep_a_value_as_a_leaf(mirrored, name) -> None:
     def by_replica() -> dict[str, Any]:
         number = ks.get_replica_context().replica_id_in_sync_group
         return {"loss": keras.ops.cast(number, "float32") + 1}
 
     result = mirrored.run(by_replica)
-    reduced = trees()[name](lambda x: mirrored.reduce("SUM", x, axis=None), result)
+    reduced = TREES[name](lambda x: mirrored.reduce("SUM", x, axis=None), result)
     assert float(reduced["loss"]) == 3.0  # `tf.distribute`: 3.
 
 

@@ -6,7 +6,6 @@ PYTHONPATH=tests python tests/architecture/figure.py    # writes it there
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 from architecture.import_graph import import_graph
 from architecture.package_source import REPOSITORY, package_source
@@ -36,21 +35,12 @@ LAYERS = (
 GROUPS = {
     "tools": {"tools", "__main__"},
     "public modules": {
-        "__init__",
-        "callbacks",
-        "layers",
-        "cluster_resolver",
-        "coordinator",
-        "experimental",
+        *("__init__", "callbacks", "layers"),
+        *("cluster_resolver", "coordinator", "experimental"),
     },
     "vocabulary": {
-        "devices",
-        "errors",
-        "layouts",
-        "text_tables",
-        "types",
-        "user_warnings",
-        "values",
+        *("devices", "errors", "layouts", "text_tables"),
+        *("types", "user_warnings", "values"),
     },
 }
 
@@ -123,5 +113,4 @@ def current() -> str:
 
 
 if __name__ == "__main__":
-    path = Path(README)
-    path.write_text(with_figure(path.read_text(), current()))
+    README.write_text(with_figure(README.read_text(), current()))

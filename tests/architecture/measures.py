@@ -10,9 +10,8 @@ import io
 import sys
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TypeGuard
 
 from architecture.import_graph import cycles, import_graph
 from architecture.package_source import (
@@ -26,8 +25,10 @@ from architecture.package_source import (
 )
 from architecture.private_names import private_names
 
+_Classes = dict[str, tuple[Module, ast.ClassDef]]
 
-def interface_members(source: Source) -> dict[str, int]:
+
+def interface_members(source: Source) -> set[str]:
     """Public members of abstract classes that engines implement.
 
     These are members of classes from which engines derive, in any number of steps, that
@@ -39,37 +40,34 @@ def interface_members(source: Source) -> dict[str, int]:
         if module.engine is not None:
             for name in _ancestors(node, shared):
                 overridden[name] |= {each.name for each in _functions(node)}
-    found = {}
-    for name, names in overridden.items():
-        module, node = shared[name]
-        own = {f.name: f for f in _functions(node) if not f.name.startswith("_")}
-        members = {each for each in own if each in names or _is_abstract(own[each])}
-        if _is_interface(node, shared):
-            found[f"{module.name}.{name}"] = len(members)
-    return found
+    return {
+        f"{shared[name][0].name}.{name}.{function.name}"
+        for name, names in overridden.items()
+        if _is_interface(shared[name][1], shared)
+        for function in _functions(shared[name][1])
+        if not function.name.startswith("_")
+        and (function.name in names or _is_abstract(function))
+    }
 
 
-def required_members(source: Source) -> int:
+def required_members(source: Source) -> list[str]:
     """Abstract members of the interfaces that each engine implements."""
     required = {"Engine", "FitDriver", "RunDriver", "ReplicaCollectives"}
-    return sum(
-        _is_abstract(function)
+    return [
+        f"{node.name}.{function.name}"
         for module, node in source.classes()
         if module.engine is None and node.name in required
         for function in _functions(node)
-    )
+        if _is_abstract(function)
+    ]
 
 
-def _ancestors(
-    node: ast.ClassDef, shared: dict[str, tuple[Module, ast.ClassDef]]
-) -> set[str]:
+def _ancestors(node: ast.ClassDef, shared: _Classes) -> set[str]:
     direct = bases_of(node) & set(shared)
     return direct.union(*(_ancestors(shared[name][1], shared) for name in direct))
 
 
-def _is_interface(
-    node: ast.ClassDef, shared: dict[str, tuple[Module, ast.ClassDef]]
-) -> bool:
+def _is_interface(node: ast.ClassDef, shared: _Classes) -> bool:
     every = [node, *(shared[name][1] for name in _ancestors(node, shared))]
     return any(bases_of(each) & {"ABC", "Protocol"} for each in every)
 
@@ -82,27 +80,24 @@ def _is_abstract(function: ast.FunctionDef) -> bool:
     return any("abstractmethod" in ast.unparse(d) for d in function.decorator_list)
 
 
-def overriding_classes(source: Source) -> dict[str, list[str]]:
+def overriding_classes(source: Source) -> list[str]:
     """Classes that override a concrete method of a base class of the package.
 
     Not those of `keras_compat`, whose bases are Keras's. Constructors and texts are not
     counted, nor are defaults: nothing, a constant, an argument or an error.
     """
     classes = {n.name: (m, n) for m, n in source.classes()}
-    found = {}
+    found = []
     for module, node in source.classes():
         concrete = {
             function.name
             for name in _ancestors(node, classes)
             for function in _functions(classes[name][1])
             if not _is_abstract(function) and not _is_default(function)
-        }
-        own = {each.name for each in _functions(node)} & concrete - {
-            "__init__",
-            "__repr__",
-        }
+        } - {"__init__", "__repr__"}
+        own = {each.name for each in _functions(node)} & concrete
         if own and not module.name.startswith("keras_compat"):
-            found[f"{module.name}.{node.name}"] = sorted(own)
+            found.append(f"{module.name}.{node.name}: {sorted(own)}")
     return found
 
 
@@ -120,66 +115,65 @@ def _is_default(function: ast.FunctionDef) -> bool:
         return False
     value = body[0].value
     names = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
+
+    def is_given(each: ast.expr | None) -> bool:
+        is_argument = isinstance(each, ast.Name) and each.id in names
+        return each is None or isinstance(each, ast.Constant) or is_argument
+
+    if isinstance(value, (ast.Tuple, ast.List)):
+        return all(map(is_given, value.elts))
     return (
-        value is None
-        or isinstance(value, ast.Constant)
-        or (isinstance(value, ast.Name) and value.id in names - {"self"})
+        (is_given(value) and ast.unparse(body[0]) != "return self")
         or isinstance(value, ast.Dict)
-        or (
-            isinstance(value, (ast.Tuple, ast.List))
-            and all(
-                isinstance(each, ast.Constant)
-                or (isinstance(each, ast.Name) and each.id in names)
-                for each in value.elts
-            )
-        )
-        or ast.unparse(value) == "contextlib.nullcontext()"
+        or ast.unparse(body[0]) == "return contextlib.nullcontext()"
     )
 
 
-def replaced_attributes(source: Source) -> dict[str, int]:
+def replaced_attributes(source: Source) -> list[str]:
     """Attributes of other packages that are replaced for the whole process."""
-    found = {}
-    for module in source.modules:
-        if module.name.startswith("keras_compat"):
-            count = sum(_groups(module, is_temporary=False))
-        else:
-            count = len(list(_foreign_assignments(module)))
-        if count:
-            found[module.name] = count
-    return found
-
-
-def temporary_attributes(source: Source) -> int:
-    """Attributes of Keras that are replaced while a block of code runs."""
-    return sum(
-        sum(_groups(module, is_temporary=True))
-        for module in source.modules
-        if module.name.startswith("keras_compat")
-    )
-
-
-def _groups(module: Module, *, is_temporary: bool) -> list[int]:
-    """Sizes of a manifest's groups of patches."""
     return [
-        sum(isinstance(n, ast.Call) and dotted(n.func) == "Patch" for n in nodes)
-        for node in module.nodes
-        if isinstance(node, ast.Call) and dotted(node.func) == "Group"
-        for nodes in [list(ast.walk(node))]
-        if is_temporary == any(each.arg == "is_temporary" for each in node.keywords)
+        f"{module.name} {name}"
+        for module in source.modules
+        for name in (
+            _patches(module, is_temporary=False)
+            if module.name.startswith("keras_compat")
+            else _foreign_assignments(module)
+        )
     ]
 
 
-def listed_private_names(source: Source) -> int:
+def temporary_attributes(source: Source) -> list[str]:
+    """Attributes of Keras that are replaced while a block of code runs."""
+    return [
+        f"{module.name} {name}"
+        for module in source.modules
+        if module.name.startswith("keras_compat")
+        for name in _patches(module, is_temporary=True)
+    ]
+
+
+def _patches(module: Module, *, is_temporary: bool) -> Iterator[str]:
+    """The rows of a manifest's groups of patches."""
+    for node in module.nodes:
+        if not isinstance(node, ast.Call) or dotted(node.func) != "Group":
+            continue
+        if is_temporary == any(each.arg == "is_temporary" for each in node.keywords):
+            for each in ast.walk(node):
+                if isinstance(each, ast.Call) and dotted(each.func) == "Patch":
+                    yield ast.unparse(each.args[0])
+
+
+def listed_private_names(source: Source) -> list[str]:
     """Private names in the tables of the files that use them."""
-    return sum(
-        len(names.elts)
+    return [
+        ast.unparse(name)
         for module in source.modules
         for node in module.nodes
         if isinstance(node, ast.Call) and dotted(node.func) == "Private"
         for names in node.args[1:2]
         if isinstance(names, ast.Tuple)
-    )
+        for name in names.elts
+    ]
 
 
 def _foreign_assignments(module: Module) -> Iterator[str]:
@@ -205,27 +199,19 @@ def communicators(source: Source) -> list[str]:
 def launchers(source: Source) -> list[str]:
     """Modules that start or fork processes, those of the tests' harness too."""
     harness = source.root.parent / "tests" / "harness"
-    modules = [*source.modules]
-    if harness.is_dir():
-        modules += Source(harness).modules
-    starts = {"subprocess.Popen", "os.fork", "os.posix_spawn"}
-    return [
-        module.name
-        for module in modules
-        if any(
-            isinstance(node, ast.Call)
-            and (
-                dotted(node.func) in starts
-                or (
-                    isinstance(node.func, ast.Attribute)
-                    and node.func.attr == "Process"
-                    # The handle of a process that runs.
-                    and dotted(node.func) != "psutil.Process"
-                )
-            )
-            for node in module.nodes
-        )
-    ]
+    modules = [*source.modules, *(Source(harness).modules if harness.is_dir() else ())]
+    return [m.name for m in modules if any(map(_starts_process, m.nodes))]
+
+
+def _starts_process(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    name = dotted(node.func)
+    is_of_module = isinstance(node.func, ast.Attribute) and node.func.attr == "Process"
+    # `psutil.Process` is the handle of a process that runs.
+    return name in ("subprocess.Popen", "os.fork", "os.posix_spawn") or (
+        is_of_module and name != "psutil.Process"
+    )
 
 
 def duplicate_classes(source: Source) -> list[str]:
@@ -258,14 +244,12 @@ def lines_of(module: Module) -> Counter[str]:
             _mark(kinds, node, "imports")
         elif isinstance(node, ast.Raise):
             _mark(kinds, node, "raises")
-        elif _has_docstring(node):
+        elif isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
             _mark(kinds, node.body[0], "docstrings")
     return Counter(kinds.values())
 
 
-def _has_docstring(node: ast.AST) -> TypeGuard[ast.Module]:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _mark(kinds: dict[int, str], node: ast.stmt, kind: str) -> None:
@@ -273,69 +257,43 @@ def _mark(kinds: dict[int, str], node: ast.stmt, kind: str) -> None:
         kinds[i] = kind
 
 
-def files_per_folder(source: Source) -> Counter[str]:
-    return Counter(
-        str(module.path.parent.relative_to(source.root)) for module in source.modules
+def measures(source: Source) -> dict[str, Collection[object]]:
+    """What is counted of a package, by the name of its measure."""
+    folders = Counter(
+        str(m.path.parent.relative_to(source.root)) for m in source.modules
     )
-
-
-def measures(source: Source) -> dict[str, int]:
-    """All measures of a package, by name."""
-    by_kind = lines(source)
-    folders = files_per_folder(source)
     groups = cycles(import_graph(source))
     return {
-        "members of engine interfaces": sum(interface_members(source).values()),
+        "members of engine interfaces": interface_members(source),
         "required members of an engine": required_members(source),
-        "attributes replaced for the process": sum(
-            replaced_attributes(source).values()
-        ),
+        "attributes replaced for the process": replaced_attributes(source),
         "attributes replaced for a time": temporary_attributes(source),
-        "StatelessScope subclasses": len(source.subclasses("StatelessScope")),
-        "communicators": len(communicators(source)),
-        "classes that override a concrete method": len(overriding_classes(source)),
-        "modules that start processes": len(launchers(source)),
-        "duplicate public class names": len(duplicate_classes(source)),
-        "lines of code": by_kind["code"],
-        "lines of code with imports and raises": by_kind["code"]
-        + by_kind["imports"]
-        + by_kind["raises"],
-        "lines": by_kind.total(),
-        "files": folders.total(),
-        "files of more than 500 lines of code": sum(
-            lines_of(module)["code"] > 500 for module in source.modules
-        ),
-        "folders of more than 12 files": sum(n > 12 for n in folders.values()),
-        "files of the largest folder": max(folders.values()),
-        "import cycles": len(groups),
-        "modules in import cycles": sum(map(len, groups)),
-        "private names outside of compat files": len(private_names(source)),
+        "StatelessScope subclasses": [
+            f"{m.name}.{n.name}" for m, n in source.subclasses("StatelessScope")
+        ],
+        "communicators": communicators(source),
+        "classes that override a concrete method": overriding_classes(source),
+        "modules that start processes": launchers(source),
+        "duplicate public class names": duplicate_classes(source),
+        "files of more than 500 lines of code": [
+            m.name for m in source.modules if lines_of(m)["code"] > 500
+        ],
+        "folders of more than 12 files": [f for f, n in folders.items() if n > 12],
+        "import cycles": groups,
+        "modules in import cycles": [name for group in groups for name in group],
+        "private names outside of compat files": private_names(source),
         "private names of Keras and frameworks": listed_private_names(source),
     }
 
 
 def main(arguments: list[str]) -> None:
     source = Source((Path(arguments[0]) if arguments else REPOSITORY) / PACKAGE)
-    for name, value in measures(source).items():
-        print(f"{name:42}{value:>8,}")
-    details: dict[str, Iterable[object]] = {
-        "Interfaces": interface_members(source).items(),
-        "Replaced": replaced_attributes(source).items(),
-        "Scopes": (
-            f"{m.name}.{n.name}" for m, n in source.subclasses("StatelessScope")
-        ),
-        "Communicators": communicators(source),
-        "Launchers": launchers(source),
-        "Overriding": overriding_classes(source).items(),
-        "Duplicates": duplicate_classes(source),
-        "Folders": [(f, n) for f, n in files_per_folder(source).items() if n > 12],
-        "Cycles": cycles(import_graph(source)),
-        "Private names": private_names(source),
-    }
-    for title, found in details.items():
-        print(f"\n{title}")
-        for each in found:
-            print(f"  {each}")
+    print(f"{len(source.modules)} files, lines by kind: {dict(lines(source))}\n")
+    found = measures(source)
+    for name, counted in found.items():
+        print(f"{name:42}{len(counted):>8,}")
+    for name, counted in found.items():
+        print(f"\n{name}", *counted, sep="\n  ")
 
 
 if __name__ == "__main__":

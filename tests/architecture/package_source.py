@@ -34,8 +34,7 @@ class Module:
     @property
     def is_compat(self) -> bool:
         """Whether private names of other packages may stand in it."""
-        parts = self.name.split(".")
-        return any(part.endswith("compat") for part in parts)
+        return any(part.endswith("compat") for part in self.name.split("."))
 
     @property
     def engine(self) -> str | None:
@@ -166,13 +165,10 @@ def package_source() -> Source:
 
 def dotted(node: ast.AST) -> str:
     """A name or a chain of attributes as it is written; empty for all else."""
-    parts = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    if not isinstance(node, ast.Name):
-        return ""
-    return ".".join([node.id, *reversed(parts)])
+    root = node
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    return ast.unparse(node) if isinstance(root, ast.Name) else ""
 
 
 def bases_of(node: ast.ClassDef) -> set[str]:
@@ -182,9 +178,7 @@ def bases_of(node: ast.ClassDef) -> set[str]:
     """
     bases = (b.value if isinstance(b, ast.Subscript) else b for b in node.bases)
     names = map(dotted, bases)
-    return {
-        name if name.startswith("tf.") else name.rsplit(".", 1)[-1] for name in names
-    }
+    return {n if n.startswith("tf.") else n.rpartition(".")[2] for n in names}
 
 
 def members_of(node: ast.ClassDef) -> set[str]:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from harness.forker import run_code
@@ -20,26 +19,22 @@ before = set(sys.modules), dict(os.environ), threading.active_count()
 import keras_strategies as ks
 for name in ks.__all__:
     getattr(ks, name)
-print(json.dumps({
-    "before": sorted({n.split(".")[0] for n in before[0]}),
-    "modules": sorted({n.split(".")[0] for n in set(sys.modules) - before[0]}),
-    "environment": dict(os.environ) != before[1],
-    "threads": threading.active_count() - before[2],
-}))
+def packages(modules):
+    return sorted({name.split(".")[0] for name in modules})
+after = set(sys.modules), dict(os.environ), threading.active_count()
+new = packages(after[0] - before[0])
+print(json.dumps([packages(before[0]), new, after[1:] == before[1:]]))
 """
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch", "tensorflow"])
-def test_import_loads_no_other_framework_and_starts_nothing(
-    backend: str, tmp_path: Path
-) -> None:
-    found = json.loads(run_code(tmp_path, SCRIPT, backend=backend).splitlines()[-1])
-    other = {"jax", "torch", "tensorflow", "ray", "zmq"}
+def test_import_loads_no_other_framework_and_starts_nothing(backend, tmp_path) -> None:
+    output = run_code(tmp_path, SCRIPT, backend=backend)
+    before, modules, is_same = json.loads(output.splitlines()[-1])
     # Keras itself imports JAX for Orbax where it is installed.
-    assert backend in found["before"] and not {"ray", "zmq"} & set(found["before"])
-    assert not other & set(found["modules"])
-    assert not found["environment"]
-    assert found["threads"] == 0
+    assert backend in before and not {"ray", "zmq"} & {*before}
+    assert not {"jax", "torch", "tensorflow", "ray", "zmq"} & {*modules}
+    assert is_same, "the environment or the number of threads has changed"
 
 
 LAZY = """
@@ -59,14 +54,9 @@ except ImportError as error:
 
 
 def test_resolvers_and_launcher_need_neither_keras_nor_a_framework() -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", LAZY],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    found = json.loads(process.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", LAZY]
+    output = subprocess.check_output(command, text=True, timeout=120)
+    found = json.loads(output.splitlines()[-1])
     loaded = {"keras", "jax", "torch", "tensorflow", "ray", "kubernetes", "google"}
     assert not loaded & set(found["before"])
     assert found["missing"].partition(".")[0] == "keras"
@@ -87,16 +77,12 @@ ks.MirroredStrategy()
 
 
 @pytest.mark.parametrize("chosen", [None, "tensorflow"])
-def test_a_backend_that_is_not_installed_is_a_short_error(
-    chosen: str | None, tmp_path: Path
-) -> None:
-    environment = {**os.environ, "KERAS_HOME": str(tmp_path)}
-    environment.pop("KERAS_BACKEND", None)
-    if chosen is not None:
-        environment["KERAS_BACKEND"] = chosen
-    process = subprocess.run(
-        [sys.executable, "-c", UNSET], env=environment, capture_output=True, text=True
-    )
+def test_a_backend_that_is_not_installed_is_a_short_error(chosen, tmp_path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}
+    environment["KERAS_HOME"] = str(tmp_path)
+    environment |= {"KERAS_BACKEND": chosen} if chosen else {}
+    given = {"env": environment, "capture_output": True, "text": True}
+    process = subprocess.run([sys.executable, "-c", UNSET], **given)
     assert process.returncode == 1
     *frames, error, _ = process.stderr.strip().splitlines()
     assert error.startswith("keras_strategies.errors.BackendError: Keras uses the")

@@ -16,11 +16,9 @@ import pytest
 from architecture.figure import GROUPS, LAYERS, box_of, height_of
 from architecture.import_graph import cycles, import_graph
 from architecture.package_source import PACKAGE, Module, Source, package_source
+from architecture.private_names import FRAMEWORKS
 
 pytestmark = pytest.mark.one_backend("jax")
-
-FRAMEWORKS = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
-
 
 GRAPH = import_graph(package_source())
 
@@ -82,8 +80,7 @@ def test_only_keras_compat_names_keras_src() -> None:
             if module.name.split(".")[0] != "keras_compat"
             for node in module.nodes
             if isinstance(node, (ast.Import, ast.ImportFrom))
-            for name in [ast.unparse(node)]
-            if "keras.src" in name
+            if "keras.src" in (name := ast.unparse(node))
         ]
     )
 
@@ -94,7 +91,7 @@ def test_frameworks_are_imported_by_their_own_engine_only() -> None:
             f"{module.name} imports {imported} at module level"
             for module in package_source().modules
             for imported in imports(module)
-            if (framework := FRAMEWORKS.get(imported.split(".")[0])) is not None
+            if (framework := imported.split(".")[0]) in FRAMEWORKS[1:]
             and not module.name.startswith(
                 (f"engines.{framework}", f"parameter_server.engines.{framework}_")
             )
@@ -126,9 +123,8 @@ def test_imports_of_every_kind_are_seen(tmp_path: Path) -> None:
         f"    from {PACKAGE}.strategies import Strategy\n"
     )
     (tmp_path / "devices.py").write_text(f'ENTRY = "{PACKAGE}.strategies:main"\n')
-    (tmp_path / "types.py").write_text(
-        f"def late():\n    import {PACKAGE}.strategies\n"
-    )
+    late = f"def late():\n    import {PACKAGE}.strategies\n"
+    (tmp_path / "types.py").write_text(late)
     graph = import_graph(Source(tmp_path))
     assert len(upward(graph)) == 3
     graph["strategies"].add("types")

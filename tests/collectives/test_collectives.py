@@ -17,13 +17,15 @@ KINDS = {
 
 
 def per_replica(strategy, *values):
-    devices = strategy.placement.replicas
+    pairs = zip(values, strategy.placement.replicas, strict=True)
+    move = strategy.engine.to_device
     return ks.PerReplica(
-        [
-            strategy.engine.to_device(np.asarray(value, "float32"), device)
-            for value, device in zip(values, devices, strict=True)
-        ]
+        [move(np.asarray(v, "float32"), device) for v, device in pairs]
     )
+
+
+def assert_equal(found, expected) -> None:
+    np.testing.assert_allclose(ops.convert_to_numpy(found), expected)
 
 
 @pytest.fixture(params=KINDS.values(), ids=KINDS)
@@ -37,7 +39,7 @@ def cross_device_ops(request):
 def test_reduce(mirrored, cross_device_ops, op, expected) -> None:
     value = per_replica(mirrored, np.full((2, 3), 1.0), np.full((2, 3), 3.0))
     result = cross_device_ops.reduce(op, value, "cpu:1")
-    np.testing.assert_allclose(ops.convert_to_numpy(result), np.full((2, 3), expected))
+    assert_equal(result, np.full((2, 3), expected))
 
 
 def test_reduce_to_several_devices_gives_each_a_copy(mirrored, cross_device_ops):
@@ -45,7 +47,7 @@ def test_reduce_to_several_devices_gives_each_a_copy(mirrored, cross_device_ops)
     result = cross_device_ops.reduce("sum", value, value)
     assert isinstance(result, ks.Mirrored)
     for component in result.values:
-        np.testing.assert_allclose(ops.convert_to_numpy(component), [4.0, 6.0])
+        assert_equal(component, [4.0, 6.0])
 
 
 @pytest.mark.one_backend
@@ -58,12 +60,12 @@ def test_batch_reduce_gives_each_value_its_own(mirrored, kind) -> None:
     ]
     results = kind.batch_reduce("sum", [(value, "cpu:0") for value in values])
     for i, (result, shape) in enumerate(zip(results, shapes, strict=True)):
-        np.testing.assert_allclose(
-            ops.convert_to_numpy(result), np.full(shape, 11.0 * i)
-        )
+        assert_equal(result, np.full(shape, 11.0 * i))
 
 
 def test_packs() -> None:
+    with pytest.raises(ValueError, match="num_packs=-1"):
+        ks.NcclAllReduce(-1)
     assert pack_indices(["float32"] * 3, [4, 4, 4], 8) == [[0, 1], [2]]
     assert pack_indices(["float32", "int32", "int32"], [4, 4, 4], 99) == [[0], [1, 2]]
 
@@ -86,18 +88,11 @@ def test_destinations_that_are_none(mirrored, cross_device_ops, destinations) ->
         cross_device_ops.reduce("sum", value, destinations)
 
 
-def test_negative_packs_are_an_error() -> None:
-    with pytest.raises(ValueError, match="num_packs=-1"):
-        ks.NcclAllReduce(-1)
-
-
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_strategy_reduces_by_its_cross_device_ops(kind) -> None:
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=kind())
     value = per_replica(strategy, [1.0, 2.0], [3.0, 4.0])
-    np.testing.assert_allclose(
-        ops.convert_to_numpy(strategy.reduce("SUM", value)), [4.0, 6.0]
-    )
+    assert_equal(strategy.reduce("SUM", value), [4.0, 6.0])
 
 
 def test_reduce_along_an_axis_has_the_true_denominator(mirrored) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -50,9 +51,8 @@ def residual() -> keras.Model:
 def noisy() -> keras.Model:
     """Draws with and without a generator, and losses that layers add."""
     vectors = keras.Input((6,))
-    x = layers.Dense(8, "tanh", activity_regularizer=keras.regularizers.L2(0.1))(
-        vectors
-    )
+    penalty = keras.regularizers.L2(0.1)
+    x = layers.Dense(8, "tanh", activity_regularizer=penalty)(vectors)
     x = layers.GaussianNoise(0.1, seed=3)(layers.Dropout(0.3)(x))
     x = layers.Dropout(0.3, seed=5, noise_shape=(None, 1))(x)
     return keras.Model(vectors, layers.Dense(3)(x), name="noisy")
@@ -102,9 +102,8 @@ def rematerialized(mode: str | None = "full") -> keras.Model:
 def product() -> keras.Model:
     """A program of library calls, for which no C++ is compiled."""
     vectors = keras.Input((6,))
-    return keras.Model(
-        vectors, layers.Dense(3, use_bias=False)(vectors), name="product"
-    )
+    outputs = layers.Dense(3, use_bias=False)(vectors)
+    return keras.Model(vectors, outputs, name="product")
 
 
 MODELS: dict[str, tuple[Callable[[], keras.Model], Any]] = {
@@ -125,16 +124,14 @@ def made(make: Callable[[], keras.Model], **options: Any) -> keras.Model:
     return model
 
 
-def trained(
-    strategy: Any, name: str, is_compiled: bool, epochs: int = EPOCHS
-) -> dict[str, Any]:
+def trained(strategy: Any, name: str, is_compiled: bool) -> dict[str, Any]:
     """Losses and weights after a training, and what `evaluate` and `predict` return."""
     make, x = MODELS[name]
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = made(make, weighted_metrics=["accuracy"], jit_compile=is_compiled)
     given = {"batch_size": BATCH, "verbose": 0}
     history = model.fit(
-        *(x, LABELS), sample_weight=SAMPLE_WEIGHT, epochs=epochs, shuffle=False, **given
+        *(x, LABELS), sample_weight=SAMPLE_WEIGHT, epochs=EPOCHS, shuffle=False, **given
     )
     return {
         "loss": history.history["loss"],
@@ -168,11 +165,8 @@ def counted_programs() -> Iterator[list[Any]]:
             found.append(plan.row_split.every)
         return call(self, plan, collectives, *rest)
 
-    CallProgram.call = counted  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(CallProgram, "call", counted):
         yield found
-    finally:
-        CallProgram.call = call  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -190,9 +184,5 @@ def graphs_without_compiler() -> Iterator[list[Any]]:
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    original = compile_fx.compile_fx_inner
-    compile_fx.compile_fx_inner = lowered
-    try:
+    with mock.patch.object(compile_fx, "compile_fx_inner", lowered):
         yield graphs
-    finally:
-        compile_fx.compile_fx_inner = original

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -40,6 +41,22 @@ def replicas(count: int, **options: Any) -> ks.MirroredStrategy:
     return ks.MirroredStrategy([f"cpu:{i}" for i in range(count)], **options)
 
 
+def pairs() -> list[tuple[Any, bool]]:
+    """One device without programs, and two replicas with them."""
+    return [(ks.OneDeviceStrategy("cpu:0"), False), (replicas(2), True)]
+
+
+def steps(model: keras.Model, labels: Any = LABELS[:7]) -> dict[str, Any]:
+    """Trains on four batches of seven rows; returns all variables."""
+    for _ in range(4):
+        model.train_on_batch(VECTORS[:7], labels)
+    return values(model)
+
+
+def values(model: keras.Model) -> dict[str, Any]:
+    return {str(i): np.array(v) for i, v in enumerate(model.variables)}
+
+
 @pytest.mark.nightly(unless=["residual-2", "noisy-2", "rematerialized-2"])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
@@ -71,9 +88,8 @@ def test_what_is_computed_again_is_not_kept() -> None:
     found = []
     for mode in (None, "full"):
         with replicas(2).scope(), graphs_without_compiler() as graphs:
-            model = made(
-                lambda mode=mode: models.rematerialized(mode), jit_compile=True
-            )
+            make = functools.partial(models.rematerialized, mode)
+            model = made(make, jit_compile=True)
             for _ in range(3):
                 model.train_on_batch(VECTORS[:8], LABELS[:8])
         forward, backward = graphs
@@ -107,7 +123,7 @@ def test_what_the_compiler_makes_trains_as_eagerly(name) -> None:
 def test_a_head_without_a_loss_gets_no_gradient() -> None:
     """Weight decay would change what has a gradient of zeros."""
     results = []
-    for strategy in (ks.OneDeviceStrategy("cpu:0"), replicas(2)):
+    for strategy, is_compiled in pairs():
         with strategy.scope(), graphs_without_compiler():
             keras.utils.set_random_seed(1)
             vectors = keras.Input((6,))
@@ -115,19 +131,15 @@ def test_a_head_without_a_loss_gets_no_gradient() -> None:
             heads = {"a": layers.Dense(3)(x), "b": layers.Dense(1, name="free")(x)}
             model = keras.Model(vectors, heads)
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(
-                keras.optimizers.SGD(0.1, weight_decay=0.5),
-                {"a": loss, "b": None},
-                jit_compile=isinstance(strategy, ks.MirroredStrategy),
-            )
+            optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
+            losses = {"a": loss, "b": None}
+            model.compile(optimizer, losses, jit_compile=is_compiled)
             before = np.array(model.get_layer("free").kernel)
             with counted_programs() as called, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Gradients do not exist")
-                for _ in range(4):
-                    model.train_on_batch(VECTORS[:7], {"a": LABELS[:7]})
-        assert len(called) == (4 if isinstance(strategy, ks.MirroredStrategy) else 0)
+                results.append(steps(model, {"a": LABELS[:7]}))
+        assert len(called) == 4 * is_compiled
         np.testing.assert_array_equal(np.array(model.get_layer("free").kernel), before)
-        results.append({str(i): np.array(v) for i, v in enumerate(model.variables)})
     assert_equal(results[1], results[0])
 
 
@@ -142,19 +154,14 @@ def test_a_backward_pass_may_be_repeated() -> None:
             self.optimizer.apply([v.value.grad for v in self.trainable_weights])
             return {"loss": loss}
 
+    def make() -> keras.Model:
+        vectors = keras.Input((6,))
+        return Twice(vectors, layers.Dense(3)(layers.Dense(4, "tanh")(vectors)))
+
     results = []
-    for strategy in (ks.OneDeviceStrategy("cpu:0"), replicas(2)):
+    for strategy, is_compiled in pairs():
         with strategy.scope(), graphs_without_compiler():
-            keras.utils.set_random_seed(1)
-            vectors = keras.Input((6,))
-            outputs = layers.Dense(3)(layers.Dense(4, "tanh")(vectors))
-            model = Twice(vectors, outputs)
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            is_compiled = isinstance(strategy, ks.MirroredStrategy)
-            model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=is_compiled)
-            for _ in range(4):
-                model.train_on_batch(VECTORS[:7], LABELS[:7])
-        results.append({str(i): np.array(v) for i, v in enumerate(model.variables)})
+            results.append(steps(made(make, jit_compile=is_compiled)))
     assert_equal(results[1], results[0])
 
 
@@ -162,19 +169,12 @@ def test_a_backward_pass_may_be_repeated() -> None:
 @pytest.mark.parametrize("draws", [False, True])
 def test_other_attributes_get_another_program(draws) -> None:
     def make() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((6,)),
-                layers.Dense(4),
-                layers.LeakyReLU(0.1),
-                layers.Dropout(0.3) if draws else layers.Identity(),
-                layers.Dense(3),
-            ]
-        )
+        last = layers.Dropout(0.3) if draws else layers.Identity()
+        hidden = [layers.Dense(4), layers.LeakyReLU(0.1), last]
+        return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(3)])
 
     results = []
-    for strategy in (ks.OneDeviceStrategy("cpu:0"), replicas(2)):
-        is_compiled = isinstance(strategy, ks.MirroredStrategy)
+    for strategy, is_compiled in pairs():
         with strategy.scope(), graphs_without_compiler():
             model = made(make, jit_compile=is_compiled)
             with counted_programs() as called:
@@ -182,8 +182,8 @@ def test_other_attributes_get_another_program(draws) -> None:
                     model.layers[1].negative_slope = 0.1 if step < 4 else 0.7
                     model.layers[0].trainable = step != 5
                     model.train_on_batch(VECTORS[:7], LABELS[:7])
-        assert len(called) == (8 if is_compiled else 0)
-        results.append({str(i): np.array(v) for i, v in enumerate(model.variables)})
+        assert len(called) == 8 * is_compiled
+        results.append(values(model))
     assert_equal(results[1], results[0])
 
 
@@ -220,15 +220,13 @@ def _in_half() -> Any:
 
 
 REFUSED = {
-    "float16": (_in_half, {}, "it reads variables in float16"),
+    "float16": (_in_half, "it reads variables in float16"),
     "keras_numbers": (
         models.noisy,
-        {"random_numbers": "keras"},
         "it draws random numbers as Keras without a strategy",
     ),
     "declared": (
         _declared,
-        {},
         "what code of a layer reads that is declared as row-wise is not known",
     ),
 }
@@ -236,19 +234,18 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_compiled_is_named_and_trains(name) -> None:
-    make, options, reason = REFUSED[name]
+    make, reason = REFUSED[name]
+    options = {"random_numbers": "keras"} if name == "keras_numbers" else {}
     results = []
     for is_compiled in (False, True):
         with replicas(2, **options).scope(), graphs_without_compiler():
             model = made(make, jit_compile=is_compiled)
             with counted_programs() as called, _warnings() as warned:
-                for _ in range(4):
-                    model.train_on_batch(VECTORS[:7], LABELS[:7])
+                results.append(steps(model))
         texts = [text for text in warned if "jit_compile" in text]
         assert len(texts) == is_compiled
         assert all(text.endswith(f"`jit_compile=True`: {reason}.") for text in texts)
         assert not called
-        results.append({str(i): np.array(v) for i, v in enumerate(model.variables)})
     assert_equal(results[1], results[0], 1e-7)
 
 
@@ -271,9 +268,7 @@ def test_without_a_compiler_of_cpp_training_goes_on(monkeypatch, tmp_path) -> No
         with replicas(2).scope():
             model = made(models.exchanging, jit_compile=is_compiled)
         with _warnings() as warned, counted_programs() as called:
-            for _ in range(4):
-                model.train_on_batch(VECTORS[:7], LABELS[:7])
-        results.append({str(i): np.array(v) for i, v in enumerate(model.variables)})
+            results.append(steps(model))
     assert not called
     [text] = {text for text in warned if "jit_compile" in text}
     assert "no-such-compiler" in text

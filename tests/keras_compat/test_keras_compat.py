@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import pytest
@@ -24,7 +25,7 @@ def test_threads_at_the_same_time_have_scopes_of_their_own() -> None:
 
     barrier, found = threading.Barrier(2, timeout=60), {}
 
-    def in_scopes(state, name: str) -> None:
+    def in_scopes(name: str) -> None:
         with with_thread_state(state):
             for turn in ("one", "two"):
                 with contextlib.ExitStack() as stack:
@@ -37,22 +38,12 @@ def test_threads_at_the_same_time_have_scopes_of_their_own() -> None:
 
     with keras.name_scope("caller"), keras.RematScope(None):
         state = thread_state()
-        threads = [
-            threading.Thread(target=in_scopes, args=(state, name))
-            for name in ("one", "two")
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(in_scopes, ("one", "two"))) == [None, None]
         assert current_path() == "caller"
     paths = {key: path for key, (path, _) in found.items()}
-    assert paths == {
-        ("one", "one"): "caller/of_one",
-        ("one", "two"): "caller",
-        ("two", "one"): "caller",
-        ("two", "two"): "caller/of_two",
-    }
+    own = {(name, name): f"caller/of_{name}" for name in ("one", "two")}
+    assert paths == {("one", "two"): "caller", ("two", "one"): "caller", **own}
     # Keras 3.16 has no mode in a scope of None.
     modes = {key: mode and mode.mode for key, (_, mode) in found.items()}
     assert modes == {key: "full" if len(set(key)) == 1 else None for key in paths}

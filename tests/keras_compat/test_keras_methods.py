@@ -26,13 +26,9 @@ def scope_of(strategy: Any) -> contextlib.AbstractContextManager[Any]:
 
 def new_model(optimizer: str = "adam") -> keras.Model:
     init = keras.initializers.RandomNormal(seed=3)
-    model = keras.Sequential(
-        [
-            keras.Input((3,)),
-            keras.layers.Dense(4, "tanh", kernel_initializer=init, name="first"),
-            keras.layers.Dense(1, kernel_initializer=init, name="second"),
-        ]
-    )
+    first = keras.layers.Dense(4, "tanh", kernel_initializer=init)
+    second = keras.layers.Dense(1, kernel_initializer=init)
+    model = keras.Sequential([keras.Input((3,)), first, second])
     model.compile(optimizer, "mse")
     return model
 
@@ -65,9 +61,7 @@ class Doubled(keras.layers.Layer):
 
 @TWO_REPLICAS_BY_DAY
 @pytest.mark.parametrize("own_layer", [False, True])
-def test_a_warning_about_the_structure_of_inputs_comes_as_often(
-    strategy, own_layer
-) -> None:
+def test_a_warning_about_the_structure_of_inputs_comes_as_often(strategy, own_layer):
     def count(each: Any, name: str, *arguments: Any) -> int:
         with scope_of(each):
             first, second = keras.Input((3,), name="a"), keras.Input((3,), name="b")
@@ -101,9 +95,7 @@ def test_a_state_tree_of_an_unbuilt_optimizer_is_set_as_by_keras(mirrored) -> No
         assert float(model.optimizer.learning_rate) == 0.25
         for found, expected in zip(model.get_weights(), before, strict=True):
             np.testing.assert_array_equal(found, expected)
-        results.append(
-            [keras.ops.convert_to_numpy(v) for v in model.optimizer.variables]
-        )
+        results.append([*map(keras.ops.convert_to_numpy, model.optimizer.variables)])
     for found, expected in zip(results[1], results[0], strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-6)
 

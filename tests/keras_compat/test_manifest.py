@@ -26,10 +26,9 @@ from keras_strategies.keras_compat.private_names import PRIVATE, Private
 
 pytestmark = pytest.mark.one_backend
 
+ROWS = [row for group in GROUPS.values() for row in group.patches]
 PATCHES = [
-    pytest.param(row, id=f"{row.owner.rpartition('.')[2]}.{row.name}")
-    for group in GROUPS.values()
-    for row in group.patches
+    pytest.param(row, id=f"{row.owner.rpartition('.')[2]}.{row.name}") for row in ROWS
 ]
 ENGINE = keras.backend.backend()
 #: The file or files of the engine that use private names of its framework.
@@ -71,28 +70,26 @@ def test_a_replaced_attribute_has_its_signature(row: Patch) -> None:
 #: Public modules in which a class has the name that it has in its own.
 PUBLIC = (keras, keras.layers, keras.metrics, keras.optimizers, keras.callbacks)
 _OPS = "keras.src.ops.{0}.backend.ops.{0} | keras.src.ops.{0}.backend.{0}"
+_TRAINERS, _SAVING = "keras.src.trainers.", "keras.src.saving."
+_CONFUSION = "keras.src.metrics.confusion_metrics"
 #: For each other owner a class or module that users, or modules of Keras, call it by.
 CALLED = {
-    "keras.src.trainers.trainer.BaseTrainer | keras.src.trainers.trainer.Trainer": (
-        "keras.Model"
-    ),
+    f"{_TRAINERS}trainer.BaseTrainer | {_TRAINERS}trainer.Trainer": "keras.Model",
     "keras.src.models.model.Trainer": "keras.Model",
     "keras.src.models.model.Model": "keras.Sequential",
     "keras.src.models.functional.Functional": "keras.src.models.sequential.Functional",
     "keras.src.layers.layer.Layer": "keras.layers.Dense",
     "keras.src.optimizers.base_optimizer.BaseOptimizer": "keras.optimizers.Adam",
-    "keras.src.trainers.epoch_iterator.EpochIterator": (
+    f"{_TRAINERS}epoch_iterator.EpochIterator": (
         f"keras.src.backend.{ENGINE}.trainer."
         f"{ {'jax': 'JAX', 'tensorflow': 'TF', 'torch': 'Torch'}[ENGINE] }EpochIterator"
     ),
-    "keras.src.saving.saving_api": "keras.src.saving.saving_api",
-    "keras.src.saving.saving_lib": "keras.src.saving.saving_api.saving_lib",
-    "keras.src.saving.saving_lib.H5IOStore": "keras.src.saving.saving_lib.H5IOStore",
-    "keras.src.saving.saving_lib.ShardedH5IOStore": (
-        "keras.src.saving.saving_lib.ShardedH5IOStore"
-    ),
+    f"{_SAVING}saving_api": f"{_SAVING}saving_api",
+    f"{_SAVING}saving_lib": f"{_SAVING}saving_api.saving_lib",
+    f"{_SAVING}saving_lib.H5IOStore": f"{_SAVING}saving_lib.H5IOStore",
+    f"{_SAVING}saving_lib.ShardedH5IOStore": f"{_SAVING}saving_lib.ShardedH5IOStore",
     "keras.src.backend | keras.src.backend.ops": (
-        "keras.src.saving.saving_lib.backend.ops | keras.src.saving.saving_lib.backend"
+        f"{_SAVING}saving_lib.backend.ops | {_SAVING}saving_lib.backend"
     ),
     "keras.src.backend.{backend}.core | keras.src.backend.ops": (
         "keras.src.backend.common.remat.backend.ops | "
@@ -100,18 +97,10 @@ CALLED = {
     ),
     "keras.src.losses.loss": "keras.Loss",
     "keras.src.losses.loss.Loss": "keras.losses.MeanSquaredError",
-    "keras.src.trainers.compile_utils.CompileMetrics": (
-        "keras.src.trainers.trainer.CompileMetrics"
-    ),
-    "keras.src.trainers.compile_utils.MetricsList": (
-        "keras.src.trainers.trainer.CompileMetrics"
-    ),
-    "keras.src.metrics.confusion_metrics._ConfusionMatrixConditionCount": (
-        "keras.metrics.TruePositives"
-    ),
-    "keras.src.metrics.confusion_metrics.SensitivitySpecificityBase": (
-        "keras.metrics.PrecisionAtRecall"
-    ),
+    f"{_TRAINERS}compile_utils.CompileMetrics": f"{_TRAINERS}trainer.CompileMetrics",
+    f"{_TRAINERS}compile_utils.MetricsList": f"{_TRAINERS}trainer.CompileMetrics",
+    f"{_CONFUSION}._ConfusionMatrixConditionCount": "keras.metrics.TruePositives",
+    f"{_CONFUSION}.SensitivitySpecificityBase": "keras.metrics.PrecisionAtRecall",
     "keras.src.metrics.iou_metrics._IoUBase": "keras.metrics.MeanIoU",
     **dict.fromkeys(
         (
@@ -157,28 +146,22 @@ def test_a_replaced_attribute_is_the_one_that_keras_calls(row: Patch) -> None:
     caller = caller_of(row.owner)
     assert caller is not None, row.owner
     kinds = getattr(caller, "__mro__", ())
-    assert (
-        owner in (caller, *kinds)
-        or owner in map(inspect.getmodule, kinds)
-        or any(
-            vars(inspect.getmodule(kind)).get(owner.__name__) is owner for kind in kinds
-        )
+    modules = [*map(inspect.getmodule, kinds)]
+    assert owner in (caller, *kinds, *modules) or any(
+        vars(module).get(owner.__name__) is owner for module in modules
     ), f"Keras calls {caller}, and {row.owner} is replaced"
 
 
 def test_an_unlisted_version_of_keras_is_an_error(monkeypatch) -> None:
-    rows = [row for group in GROUPS.values() for row in group.patches]
     patching.is_present.cache_clear()
     monkeypatch.setattr(keras, "__version__", "3.99.1")
+    text = r"Keras 3\.99\.1 is installed.*3\.15"
     try:
-        with pytest.raises(BackendError, match=r"Keras 3\.99\.1 is installed.*3\.15"):
-            patching.is_present(rows[0])
+        with pytest.raises(BackendError, match=text):
+            patching.is_present(ROWS[0])
         strategy = ks.OneDeviceStrategy("cpu:0")
-        with (
-            pytest.raises(BackendError, match=r"Keras 3\.99\.1 is installed"),
-            strategy.scope(),
-        ):
-            pass
+        with pytest.raises(BackendError, match=text):
+            strategy.scope().__enter__()
     finally:
         patching.is_present.cache_clear()
 
@@ -208,15 +191,20 @@ def mentions(owner: object, name: str) -> bool:
 def used() -> Iterator[tuple[str, str]]:
     """Names of modules and attributes of Keras that `keras_compat` uses."""
     for module in package_source().modules:
-        if not module.name.startswith("keras_compat"):
-            continue
-        for node in module.nodes:
-            if isinstance(node, ast.ImportFrom) and node.module:
-                if node.module.startswith("keras.src"):
-                    for alias in node.names:
-                        yield module.name, f"{node.module}.{alias.name}"
-            elif name := foreign_name(module, node):
+        is_own = module.name.startswith("keras_compat")
+        for node in module.nodes if is_own else ():
+            for name in imported(node):
+                if name.startswith("keras.src"):
+                    yield module.name, name
+            if name := foreign_name(module, node):
                 yield module.name, name
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The full names of what a node imports from modules."""
+    if not isinstance(node, ast.ImportFrom) or not node.module:
+        return []
+    return [f"{node.module}.{alias.name}" for alias in node.names]
 
 
 def foreign_name(module: Module, node: ast.AST) -> str:
@@ -229,11 +217,7 @@ def foreign_name(module: Module, node: ast.AST) -> str:
 
 def test_every_private_name_that_is_used_has_a_row() -> None:
     names = {name for row in PRIVATE for name in row.names} | OTHERS
-    owners = {
-        owner
-        for row in (*PRIVATE, *(row for g in GROUPS.values() for row in g.patches))
-        for owner in row.owner.split(" | ")
-    }
+    owners = {owner for row in (*PRIVATE, *ROWS) for owner in row.owner.split(" | ")}
     full = owners | {owner.rpartition(".")[0] for owner in owners}
     full |= {f"{row.owner}.{name}" for row in PRIVATE for name in row.names}
     missing = {
@@ -247,13 +231,11 @@ def test_every_private_name_that_is_used_has_a_row() -> None:
 def used_of_framework(module: Module) -> Iterator[str]:
     """Private modules and attributes that a compat file uses, by name."""
     for node in module.nodes:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                is_private = "._" in full or full.startswith("tensorflow.python")
-                if is_private and full.startswith(ENGINE):
-                    yield full
-        elif name := foreign_name(module, node):
+        for full in imported(node):
+            is_private = "._" in full or full.startswith("tensorflow.python")
+            if is_private and full.startswith(ENGINE):
+                yield full
+        if name := foreign_name(module, node):
             yield name
 
 
@@ -261,23 +243,16 @@ def used_of_framework(module: Module) -> Iterator[str]:
 def test_every_private_name_of_the_framework_that_is_used_has_a_row(
     module: Module,
 ) -> None:
-    rows = ROWS_OF[module.name]
-    owners = {row.owner for row in rows}
-    names = {name for row in rows for name in row.names}
-    names |= {part for owner in owners for part in owner.split(".")}
-    full = owners | {f"{row.owner}.{name}" for row in rows for name in row.names}
-    missing = {
-        name
-        for name in used_of_framework(module)
-        if name not in (full if "." in name else names)
-    }
-    assert not missing
+    listed = {row.owner for row in ROWS_OF[module.name]}
+    listed |= {part for owner in listed for part in owner.split(".")}
+    for row in ROWS_OF[module.name]:
+        listed |= {*row.names, *(f"{row.owner}.{name}" for name in row.names)}
+    assert not {*used_of_framework(module)} - listed
 
 
 def test_rows_are_unique_and_their_functions_exist() -> None:
-    rows = [row for group in GROUPS.values() for row in group.patches]
-    assert len({(row.owner, row.name) for row in rows}) == len(rows)
-    for row in rows:
+    assert len({(row.owner, row.name) for row in ROWS}) == len(ROWS)
+    for row in ROWS:
         assert callable(patching.function_of(row)), row.around
         assert row.why
         assert row.versions

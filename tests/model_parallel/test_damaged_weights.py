@@ -23,21 +23,16 @@ def strategy() -> Any:
     return ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0)
 
 
+def made(last: int = WIDTH) -> Any:
+    with strategy().scope():
+        hidden = [layers.Dense(WIDTH) for _ in range(3)]
+        last = layers.Dense(last, name="last")
+        return keras.Sequential([keras.Input((WIDTH,)), *hidden, last])
+
+
 @pytest.fixture
 def model() -> Any:
-    with strategy().scope():
-        return keras.Sequential(
-            [keras.Input((WIDTH,)), *[layers.Dense(WIDTH) for _ in range(4)]]
-        )
-
-
-@pytest.fixture
-def index(model, tmp_path) -> Path:
-    """The index of two files."""
-    path = tmp_path / "model.weights.json"
-    model.save_weights(path, max_shard_size=40_000 / 2**30)
-    assert len(list(tmp_path.glob("*.h5"))) == 2
-    return path
+    return made()
 
 
 def halve(path: Path) -> None:
@@ -54,7 +49,10 @@ def test_a_truncated_file(model, tmp_path) -> None:
         model.load_weights(path)
 
 
-def test_truncated_and_missing_files_of_an_index(model, index) -> None:
+def test_truncated_and_missing_files_of_an_index(model, tmp_path) -> None:
+    index = tmp_path / "model.weights.json"
+    model.save_weights(index, max_shard_size=40_000 / 2**30)
+    assert len(list(tmp_path.glob("*.h5"))) == 2
     file = index.with_name("model_00001.weights.h5")
     halve(file)
     with pytest.raises(DamagedCheckpointError) as error:
@@ -74,12 +72,7 @@ def test_truncated_and_missing_files_of_an_index(model, index) -> None:
 def test_a_weight_of_another_shape(model, tmp_path, ending) -> None:
     path = tmp_path / f"model.weights.{ending}"
     model.save_weights(path, max_shard_size=1 if ending == "json" else None)
-    hidden = [layers.Dense(WIDTH, name=f"hidden{i}") for i in range(3)]
-    with strategy().scope():
-        other = keras.Sequential(
-            [keras.Input((WIDTH,)), *hidden, layers.Dense(WIDTH // 2, name="last")]
-        )
     with pytest.raises(ValueError, match="last/kernel") as error:
-        other.load_weights(path)
+        made(WIDTH // 2).load_weights(path)
     assert f"({WIDTH}, {WIDTH // 2})" in str(error.value)
     assert f"{WIDTH}, {WIDTH}" in str(error.value)

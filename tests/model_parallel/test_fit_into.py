@@ -24,18 +24,12 @@ def make_model(optimizer="adam"):
     return model
 
 
-def chosen(memory, rows=4096):
-    fit = ks.fit_into(
-        memory, make_model, ((rows, 64), (rows, 64)), DEVICES, min_shard_bytes=0
-    )
-    assert fit.choice.peak <= fit.memory
-    assert fit.plan.peak == fit.choice.peak
-    return fit
-
-
 @only_jax
 def test_variables_stay_replicated_where_they_fit() -> None:
-    fit = chosen("1 GiB")
+    shapes = ((4096, 64), (4096, 64))
+    fit = ks.fit_into("1 GiB", make_model, shapes, DEVICES, min_shard_bytes=0)
+    assert fit.choice.peak <= fit.memory
+    assert fit.plan.peak == fit.choice.peak
     assert fit.choice.layout == "replicated"
     assert (fit.choice.rematerializes, fit.choice.accumulation_steps) == (False, 1)
     assert fit.batch_size == 4096
@@ -103,4 +97,4 @@ def test_plans_without_a_peak() -> None:
     # Replicated, fsdp and auto: no more are tried.
     assert len(made) == 3
     with pytest.raises(ValueError, match=r"has 1 rows, .*Use at least 2 rows"):
-        chosen("1 GiB", rows=1)
+        ks.fit_into("1 GiB", make, ((1, 64), (1, 64)), DEVICES, min_shard_bytes=0)

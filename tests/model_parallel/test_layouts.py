@@ -71,10 +71,8 @@ def test_patterns_match_whole_paths_and_at_most_one() -> None:
     assert rule.axes("x/dense_1/kernel", (4, 4), 4) == (None, "model")
     assert rule.axes("x/dense_1/kernel_2", (4, 4), 4) == ()
     assert rule.axes("a/bias", (4,), 4) == ("model",)
-    with pytest.raises(
-        ValueError,
-        match=r"'dense\(/kernel' in the layout map is no regular expression: missing",
-    ):
+    text = r"'dense\(/kernel' in the layout map is no regular expression: missing"
+    with pytest.raises(ValueError, match=text):
         MappedLayouts({"dense(/kernel": ("model",)})
     twice = MappedLayouts({".*kernel": ("model",), "dense.*": ("model",)})
     with pytest.raises(ValueError, match="matches 2 patterns"):

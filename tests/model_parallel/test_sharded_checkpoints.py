@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 
 import keras
@@ -26,13 +27,8 @@ TIMEOUT = 60.0
 
 def made(strategy, units=16):
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((8,)),
-                layers.Dense(units, "tanh"),
-                layers.Dropout(0.5, seed=1),
-            ]
-        )
+        hidden = [layers.Dense(units, "tanh"), layers.Dropout(0.5, seed=1)]
+        model = keras.Sequential([keras.Input((8,)), *hidden])
         model.compile("adam", "mse")
         model.optimizer.build(model.trainable_variables)
     return model
@@ -62,12 +58,8 @@ def saved(tmp_path_factory):
     return folder, before, state(model)
 
 
-TARGETS = {
-    "model_1x4": "smaller parts",
-    "fsdp_2x2": "parts along another axis",
-    "mirrored_2": "unsharded, a copy on each device",
-    "one_device": "unsharded, Keras's own variables",
-}
+# Smaller parts, parts along another axis, and unsharded ones.
+TARGETS = ("model_1x4", "fsdp_2x2", "mirrored_2", "one_device")
 
 
 @pytest.mark.one_backend("jax")
@@ -90,21 +82,25 @@ def test_a_checkpoint_goes_on_under_another_mesh(target, saved) -> None:
 
 
 #: Files of a checkpoint that is being written.
-UNFINISHED = {
-    "jax": "*tmp*/state*",
-    "torch": "*.part/*.distcp",
-}[BACKEND]
-SAVER = """
+UNFINISHED = {"jax": "*tmp*/state*", "torch": "*.part/*.distcp"}[BACKEND]
+
+
+def large(strategy):
+    with strategy.scope():
+        layer = keras.layers.Dense(4_000_000, kernel_initializer="zeros")
+        return keras.Sequential([keras.Input((4,)), layer])
+
+
+SAVER = f"""
 import sys
 import keras, numpy as np, keras_strategies as ks
-devices = [f"cpu:{i}" for i in range(4)]
+{inspect.getsource(large)}
+devices = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
 if keras.backend.backend() != "torch":
     strategy = ks.ModelParallelStrategy("auto", devices)
 else:
     strategy = ks.MirroredStrategy(devices)
-with strategy.scope():
-    layer = keras.layers.Dense(4_000_000, kernel_initializer="zeros")
-    model = keras.Sequential([keras.Input((4,)), layer])
+model = large(strategy)
 number = 0
 while True:
     number += 1
@@ -133,9 +129,7 @@ def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
         strategy = ks.ModelParallelStrategy("auto", devices)
     else:
         strategy = ks.CentralStorageStrategy(devices, "cpu:0")
-    with strategy.scope():
-        layer = layers.Dense(4_000_000, kernel_initializer="zeros")
-        model = keras.Sequential([keras.Input((4,)), layer])
+    model = large(strategy)
     number = strategy.load_sharded(model, folder)
     assert number >= 1
     for weight in model.get_weights():

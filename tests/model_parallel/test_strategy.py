@@ -14,13 +14,11 @@ from model_parallel.model_parallel_cases import CASES
 
 import keras_strategies as ks
 
-if keras.backend.backend() == "tensorflow":
-    from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
-        MirroredVariable,
-    )
-
 JAX = keras.backend.backend() == "jax"
 TENSORFLOW = keras.backend.backend() == "tensorflow"
+if TENSORFLOW:
+    from keras_strategies.engines.tensorflow.replicas import mirrored_variables
+
 #: Torch shards variables over processes: see `multi_worker/test_torch_model_parallel`.
 pytestmark = pytest.mark.skipif(
     keras.backend.backend() == "torch", reason="each device needs a process"
@@ -37,20 +35,15 @@ def test_same_as_one_device(case, name) -> None:
     assert_same_training(case, MODEL_PARALLEL[name].make())
 
 
-def network(units=16):
-    return keras.Sequential(
-        [
-            keras.Input((8,)),
-            layers.Dense(units, "relu", name="up"),
-            layers.Dense(8, name="down"),
-        ]
-    )
+def network():
+    up = layers.Dense(16, "relu", name="up")
+    return keras.Sequential([keras.Input((8,)), up, layers.Dense(8, name="down")])
 
 
-def made(strategy, build=network, optimizer="adam"):
+def made(strategy, optimizer="adam"):
     with strategy.scope():
         keras.utils.set_random_seed(1)
-        model = build()
+        model = network()
         model.compile(optimizer, "mse")
     return model
 
@@ -63,10 +56,8 @@ def rows(count=22):
 def shards(variable):
     """For each device what it keeps of a variable."""
     if JAX:
-        return {
-            f"cpu:{shard.device.id}": np.asarray(shard.data)
-            for shard in variable.value.addressable_shards
-        }
+        found = variable.value.addressable_shards
+        return {f"cpu:{each.device.id}": np.asarray(each.data) for each in found}
     found = variable.value.by_device
     assert all(value.device.endswith(device) for device, value in found.items())
     return {f"cpu:{device[-1]}": value.numpy() for device, value in found.items()}
@@ -74,9 +65,15 @@ def shards(variable):
 
 def parts(variable):
     """For each device the shape of what it keeps of a variable."""
-    if TENSORFLOW and isinstance(variable.value, MirroredVariable):
+    if TENSORFLOW and isinstance(variable.value, mirrored_variables.MirroredVariable):
         return dict.fromkeys(DEVICES, tuple(variable.shape))
     return {device: value.shape for device, value in shards(variable).items()}
+
+
+def slots_of_up(model):
+    slots = [v for v in model.optimizer.variables if "up_kernel" in v.path]
+    assert len(slots) == 2
+    return slots
 
 
 @pytest.mark.one_backend("jax", "tensorflow")
@@ -94,11 +91,8 @@ def test_variables_and_slots_are_in_parts(when, tmp_path) -> None:
         with strategy.scope():
             model = keras.models.load_model(tmp_path / "model.keras")
     up, _, down, _ = model.weights
-    slots = [v for v in model.optimizer.variables if "up_kernel" in v.path]
-    assert len(slots) == 2
-    for variable in (up, *slots):
+    for variable in (up, down, *slots_of_up(model)):
         assert parts(variable) == dict.fromkeys(DEVICES, (8, 8))
-    assert parts(down) == dict.fromkeys(DEVICES, (8, 8))
     ups = [shards(up)[device] for device in DEVICES]
     np.testing.assert_array_equal(np.concatenate(ups[:2], 1), up.numpy())
     assert "in parts on cpu:0, cpu:1, cpu:2, cpu:3" in repr(up)
@@ -173,8 +167,7 @@ def test_slots_made_outside_of_the_scope_are_sharded_in_fit() -> None:
     model.optimizer.build(model.trainable_variables)
     x, y = rows()
     model.fit(x, y, batch_size=8, verbose=0)
-    slots = [v for v in model.optimizer.variables if "up_kernel" in v.path]
-    for slot in slots:
+    for slot in slots_of_up(model):
         assert parts(slot) == dict.fromkeys(DEVICES, (8, 8))
 
 
@@ -183,18 +176,17 @@ def test_slots_made_outside_of_the_scope_are_sharded_in_fit() -> None:
 def test_a_pattern_that_matches_no_variable_is_an_error(use) -> None:
     strategy = ks.ModelParallelStrategy({".*dense_up/kernal": ("model",)}, DEVICES, 2)
 
-    def build(is_built: bool = False) -> keras.Model:
-        first = [keras.Input((4,))] if is_built else []
+    def build() -> keras.Model:
+        first = [keras.Input((4,))] if use == "describe" else []
         model = keras.Sequential([*first, layers.Dense(2, name="dense_up")])
         model.compile("sgd", "mse")
         return model
 
     with strategy.scope():
-        model = build(use == "describe")
-    x, y = np.ones((4, 4), "float32"), np.ones((4, 2), "float32")
+        model = build()
     uses = {
-        "fit": lambda: model.fit(x, y, verbose=0),
-        "predict": lambda: model.predict(x, verbose=0),
+        "fit": lambda: model.fit(np.ones((4, 4)), np.ones((4, 2)), verbose=0),
+        "predict": lambda: model.predict(np.ones((4, 4)), verbose=0),
         "describe": lambda: strategy.describe(model),
         "plan": lambda: strategy.plan(build, ((4, 4), (4, 2))),
     }

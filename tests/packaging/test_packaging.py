@@ -19,7 +19,6 @@ pytestmark = pytest.mark.one_backend("jax")
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-FRAMEWORKS = {"jax", "jaxlib", "torch", "tensorflow", "tensorflow-cpu"}
 
 
 def requirements(lines: list[str]) -> list[Requirement]:
@@ -41,23 +40,16 @@ def test_installed_metadata_is_that_of_this_checkout() -> None:
     assert set(installed.get_all("Provides-Extra", [])) == set(EXTRAS)
 
 
-def test_the_promised_extras_exist() -> None:
+def test_the_promised_extras_exist_and_all_names_those_that_a_user_needs() -> None:
     promised = {"jax", "torch", "tensorflow", "ps", "examples", "test", "all"}
     assert promised <= set(EXTRAS)
-
-
-def test_the_base_install_brings_no_framework() -> None:
-    names = {item.name for item in requirements(PROJECT["dependencies"])}
-    assert names == {"cloudpickle", "keras", "numpy", "optree"}
-    assert not names & FRAMEWORKS
-
-
-def test_all_names_every_extra_that_a_user_needs() -> None:
     (everything,) = EXTRAS["all"]
     assert Requirement(everything).extras == set(EXTRAS) - {"all", "docs", "test"}
 
 
-def test_the_type_marker_is_shipped() -> None:
+def test_the_base_install_brings_no_framework_and_the_type_marker() -> None:
+    names = {item.name for item in requirements(PROJECT["dependencies"])}
+    assert names == {"cloudpickle", "keras", "numpy", "optree"}
     assert (ROOT / "keras_strategies" / "py.typed").is_file()
 
 
@@ -69,9 +61,6 @@ def test_every_requirement_of_the_tests_has_a_pin_in_its_range(extra: str) -> No
         pin = pins().get(canonicalize_name(item.name))
         assert pin is not None, f"constraints.txt does not pin {item.name}"
         assert item.specifier.contains(pin), f"{item} excludes the pinned {pin}"
-
-
-def test_both_tensorflow_packages_are_pinned_to_one_version() -> None:
     assert pins()["tensorflow-cpu"] == pins()["tensorflow"]
 
 
@@ -82,7 +71,6 @@ def test_the_newest_notes_are_of_this_version_and_dated() -> None:
 
 def test_the_table_of_versions_is_that_of_ci() -> None:
     script = str(ROOT / "tests" / "packaging" / "versions.py")
-    process = subprocess.run(
-        [sys.executable, script, "--check"], capture_output=True, text=True
-    )
+    command = [sys.executable, script, "--check"]
+    process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr

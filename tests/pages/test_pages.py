@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import ast
 import base64
-import functools
 import importlib.metadata
 import json
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import keras
 import pytest
@@ -29,7 +28,6 @@ import keras_strategies as ks
 
 pytestmark = pytest.mark.one_backend("jax")
 
-LIBRARY = ROOT / "keras_strategies"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -79,23 +77,17 @@ def test_pictures_of_a_terminal_show_the_text_of_their_pages() -> None:
 
 
 def test_the_picture_of_a_killed_run_is_that_of_its_notebook() -> None:
-    notebook = json.loads(
-        (ROOT / "notebooks" / "06_elastic_training.ipynb").read_text()
-    )
-    outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", [])]
-    pictures = [
-        o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})
-    ]
+    path = ROOT / "notebooks" / "06_elastic_training.ipynb"
+    cells = json.loads(path.read_text())["cells"]
+    data = [o.get("data", {}) for cell in cells for o in cell.get("outputs", [])]
     shown = (ROOT / "docs" / "img" / "killed.png").read_bytes()
-    assert shown in [base64.b64decode(picture) for picture in pictures]
+    assert shown in [base64.b64decode(each.get("image/png", "")) for each in data]
 
 
 def test_tables_of_benchmarks_are_those_of_the_results() -> None:
     """`python benchmarks/page.py` writes them."""
-    script = str(ROOT / "benchmarks" / "page.py")
-    process = subprocess.run(
-        [sys.executable, script, "--check"], capture_output=True, text=True
-    )
+    command = [sys.executable, str(ROOT / "benchmarks" / "page.py"), "--check"]
+    process = subprocess.run(command, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     blocks = re.findall("<!-- measured: (.*) -->", PAGES["docs/benchmarks.md"])
     assert {block.partition(",")[0] for block in blocks} == {
@@ -110,32 +102,34 @@ def test_tables_of_benchmarks_are_those_of_the_results() -> None:
     }
 
 
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+ABOUT = {"date", "commit", "cpu", "cores", "versions"}
+
+
 def test_results_of_benchmarks_record_how_they_were_measured(tmp_path) -> None:
     measuring = runpy.run_path(str(ROOT / "benchmarks" / "measuring.py"))
     path = tmp_path / "results" / "some.json"
-    measuring["Results"](path).put("torch", {"mlp": 1.5})
-    results = measuring["Results"](path)
-    results.put("jax", {"mlp": 2.5})
-    found = json.loads(path.read_text())
-    assert found["results"] == {"torch": {"mlp": 1.5}, "jax": {"mlp": 2.5}}
-    for part in ("torch", "jax"):
-        about = found["measured"][part]
-        assert set(about) == {"date", "commit", "cpu", "cores", "versions"}
-        assert all(about.values())
+    given = {"torch": {"mlp": 1.5}, "jax": {"mlp": 2.5}}
+    for part, values in given.items():
+        measuring["Results"](path).put(part, values)
+    assert json.loads(path.read_text())["results"] == given
+    for about in measured(path):
+        assert set(about) == ABOUT
         assert about["versions"]["keras"] == keras.__version__
-
-
-RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_stored_results_say_how_each_part_was_measured(path: Path) -> None:
+    assert all(about["versions"]["keras"] for about in measured(path))
+
+
+def measured(path: Path) -> list[dict[str, Any]]:
+    """How each of the results of a file was measured."""
     found = json.loads(path.read_text())
     assert found["measured"].keys() == found["results"].keys()
     for about in found["measured"].values():
-        assert {"date", "commit", "cpu", "cores", "versions"} <= about.keys()
-        assert all(about.values())
-        assert about["versions"]["keras"]
+        assert about.keys() >= ABOUT and all(about.values())
+    return list(found["measured"].values())
 
 
 def test_results_of_benchmarks_record_the_version_of_keras_nightly(monkeypatch) -> None:
@@ -160,26 +154,19 @@ def test_every_error_has_an_entry() -> None:
     assert entries == classes
 
 
-@functools.cache
-def texts_of_the_library() -> str:
-    """All string constants, those of a literal of several lines joined."""
-    return "\n".join(
+def test_quoted_errors_are_those_of_the_library() -> None:
+    rows = ROW.findall(TROUBLESHOOTING.read_text())
+    parts = [part.strip() for _, text in rows for part in text.split("...")]
+    quotes = [part for part in parts if part.strip(" ,")]
+    assert len(quotes) > 60
+    # All string constants, those of a literal of several lines joined.
+    texts = "\n".join(
         node.value
-        for path in LIBRARY.rglob("*.py")
+        for path in (ROOT / "keras_strategies").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
-
-
-def quotes() -> Iterator[str]:
-    for _, text in ROW.findall(TROUBLESHOOTING.read_text()):
-        yield from (part.strip() for part in text.split("...") if part.strip(" ,"))
-
-
-def test_quoted_errors_are_those_of_the_library() -> None:
-    found = list(quotes())
-    assert len(found) > 60
-    assert [text for text in found if text not in texts_of_the_library()] == []
+    assert [text for text in quotes if text not in texts] == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -191,9 +178,9 @@ def test_outputs_of_a_notebook_are_those_of_its_code(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     assert notebook.metadata[execute["KEY"]]["code"] == execute["digest"](notebook)
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
-    assert [o for o in outputs if "image/png" in o.get("data", {})]
     assert not [o for o in outputs if o.output_type == "error"]
     shown = [output.get("data", {}) for output in outputs]
+    assert any("image/png" in data for data in shown)
     figures = [data for data in shown if data.get("text/plain", "")[:7] == "<Figure"]
     assert [data for data in figures if "image/png" not in data] == []
     opening = notebook.cells[0].source.replace("\n", " ")
@@ -218,8 +205,8 @@ def test_features_of_keras_have_tests() -> None:
     assert groups == set(features["FEATURES"])
     cases = {case.name for case in [*exactness_cases.CASES, *single_cases.CASES]}
     for group in features["FEATURES"].values():
-        for feature in group:
-            for test in feature.tests.split():
+        for _, tests, _ in group:
+            for test in tests.split():
                 file, _, name = test.rpartition("::")
                 source = (ROOT / "tests" / file).read_text() if file else ""
                 assert f"\ndef {name}(" in source or test in cases, test

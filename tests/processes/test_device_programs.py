@@ -27,27 +27,20 @@ if __name__ == "__main__":
 """
 
 
-def run(*command: str, cwd: Path, text: str | None = None) -> object:
+def run(*command: str, cwd: Path, text: str = "") -> object:
+    options = {"input": text, "capture_output": True, "text": True, "timeout": 60}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(cwd)])}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=environment,
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    python = [sys.executable, *command]
+    done = subprocess.run(python, cwd=cwd, env=environment, **options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(PRINT)
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("")
-    (tmp_path / "package" / "train.py").write_text(PRINT)
+    for name in ("train.py", "package/train.py"):
+        (tmp_path / name).write_text(PRINT)
     return tmp_path
 
 
@@ -59,14 +52,11 @@ def test_a_script_is_found_with_its_arguments(folder: Path) -> None:
     assert found == [["-m", "package.train", "--steps=3"], False]
 
 
+RUNPY = "import runpy; runpy.run_path('train.py', run_name='__main__')"
+
+
 @pytest.mark.parametrize(
-    "command",
-    [
-        ("-c", PRINT),
-        ("-c", "import runpy; runpy.run_path('train.py', run_name='__main__')"),
-        ("-i", "train.py"),
-        ("-",),
-    ],
+    "command", [("-c", PRINT), ("-c", RUNPY), ("-i", "train.py"), ("-",)]
 )
 def test_other_code_is_no_script(folder: Path, command: tuple[str, ...]) -> None:
     assert run(*command, cwd=folder, text=PRINT * (command == ("-",))) is None
@@ -87,11 +77,12 @@ def test_threads_and_processes_of_a_script_are_none(folder: Path, start: str) ->
 
 
 def test_commands_of_packages_are_installed(monkeypatch) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(os.path, "isfile", lambda file: True)
+    monkeypatch.setattr(main, "__spec__", None)
     for name in ("purelib", "scripts"):
         path = os.path.join(sysconfig.get_path(name), "pytest")
-        monkeypatch.setattr(os.path, "isfile", lambda file: True)
-        monkeypatch.setattr(sys.modules["__main__"], "__file__", path)
-        monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+        monkeypatch.setattr(main, "__file__", path)
         monkeypatch.setattr(sys, "orig_argv", [sys.executable, path, "-x"])
         found = Program.find()
         assert found is not None and found.is_installed

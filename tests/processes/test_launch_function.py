@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -67,9 +68,10 @@ def test_an_error_of_a_worker_arrives_with_its_traceback():
     [
         (lambda: os._exit(9), "worker 0 ended with exit code 9 before"),
         (lambda: os.kill(os.getpid(), 9), "worker 0 was ended by SIGKILL before"),
+        (threading.Lock, "a lock, which cannot be sent"),
     ],
 )
-def test_a_worker_that_dies_is_named(end, message):
+def test_a_worker_without_a_result_is_named(end, message):
     with pytest.raises(ks.errors.WorkerError, match=message):
         ks.launch(end, workers=1)
 
@@ -84,23 +86,14 @@ def test_sys_exit_in_a_function_is_an_error_with_its_place():
     assert "SystemExit: 0" in error.value.__notes__[0]
 
 
-def test_a_result_that_cannot_be_sent_says_so():
-    import threading
-
-    with pytest.raises(ks.errors.WorkerError, match="a lock, which cannot be sent"):
-        ks.launch(threading.Lock, workers=1)
-
-
 @pytest.mark.slow(seconds=5)
 def test_after_the_timeout_it_says_who_was_not_ready(tmp_path):
     def waits(folder):
         if own_task()[0] == 1:
             time.sleep(600)
 
-    start = time.monotonic()
-    with pytest.raises(
-        ks.errors.WorkerError, match=r"^worker 1 had not returned after 5 seconds"
-    ):
+    start, text = time.monotonic(), r"^worker 1 had not returned after 5 seconds"
+    with pytest.raises(ks.errors.WorkerError, match=text):
         ks.launch(waits, 2, (str(tmp_path),), timeout_seconds=5)
     assert time.monotonic() - start < 30
     assert not new_children()
@@ -129,13 +122,10 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_outlives_a_process_that_launches(tmp_path, number):
-    process = subprocess.Popen(
-        # The function is defined in `__main__`, as in a notebook.
-        [sys.executable, "-c", NOTEBOOK, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    # The function is defined in `__main__`, as in a notebook.
+    command = [sys.executable, "-c", NOTEBOOK, str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **pipes)
     try:
         begun = pids(tmp_path, 4)
         process.send_signal(number)

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -105,8 +106,6 @@ def test_lines(written, expected) -> None:
 
 def read(pieces: list[bytes]) -> list[str]:
     """What comes out when a writer writes these pieces one by one."""
-    import threading
-
     reading, writing = os.pipe()
 
     def write() -> None:
@@ -114,13 +113,11 @@ def read(pieces: list[bytes]) -> list[str]:
             os.write(writing, piece)
         os.close(writing)
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        return [line for line, _ in task_output.lines(reading)]
-    finally:
-        writer.join()
-        os.close(reading)
+    with ThreadPoolExecutor() as writer:
+        writer.submit(write)
+        found = [line for line, _ in task_output.lines(reading)]
+    os.close(reading)
+    return found
 
 
 ENGINES = """\

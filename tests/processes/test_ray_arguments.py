@@ -26,16 +26,11 @@ def test_arguments(arguments, text):
         Resolver(**arguments)
 
 
-def test_snapshots_need_a_folder_that_is_shared():
+def test_strategies():
     with pytest.raises(ValueError, match="needs `snapshot_folder` on Ray"):
         ks.ParameterServerStrategy(Resolver(ps=1), snapshot_seconds=1.0)
-
-
-def test_a_cluster_without_servers_is_an_error():
     with pytest.raises(ValueError, match="has no 'ps'"):
         ks.ParameterServerStrategy(Resolver())
-
-
-def test_synchronous_workers_are_made_by_run():
+    # Synchronous workers are made by `run`.
     with pytest.raises(ValueError, match=r"call `resolver\.run\(train\)`"):
         ks.MultiWorkerMirroredStrategy(Resolver())

@@ -52,10 +52,6 @@ class Case:
 # Keras's layers.
 
 
-def rnn(kind: Any, **options: Any) -> Callable[[], layers.Layer]:
-    return lambda: kind(3, **options)
-
-
 def stacked() -> layers.Layer:
     return layers.RNN(
         [layers.LSTMCell(3, dropout=0.3, seed=1), layers.GRUCell(3, dropout=0.2)]
@@ -69,14 +65,16 @@ class Attended(layers.Layer):
         super().__init__()
         self.attention = attention
 
-    def build(self, shape: Any) -> None:
+    def _twice(self, given: Any) -> Any:
+        """The arguments for it, of which `Attention` takes a list."""
         is_listed = isinstance(self.attention, layers.Attention)
-        self.attention.build(*([[shape, shape]] if is_listed else [shape, shape]))
+        return [[given, given]] if is_listed else [given, given]
+
+    def build(self, shape: Any) -> None:
+        self.attention.build(*self._twice(shape))
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        if isinstance(self.attention, layers.Attention):
-            return self.attention([inputs, inputs], training=training)
-        return self.attention(inputs, inputs, training=training)
+        return self.attention(*self._twice(inputs), training=training)
 
 
 def image_layers() -> dict[str, Callable[[], layers.Layer]]:
@@ -143,6 +141,7 @@ def more_image_layers() -> dict[str, Callable[[], layers.Layer]]:
     }
 
 
+_BOTH: dict[str, Any] = {"dropout": 0.3, "recurrent_dropout": 0.3, "seed": 1}
 LAYERS: dict[str, tuple[Callable[[], layers.Layer], int]] = {
     "Dropout": (lambda: layers.Dropout(0.4, seed=1), 2),
     "Dropout-no-seed": (lambda: layers.Dropout(0.4), 2),
@@ -153,9 +152,9 @@ LAYERS: dict[str, tuple[Callable[[], layers.Layer], int]] = {
     "GaussianDropout": (lambda: layers.GaussianDropout(0.4, seed=1), 2),
     "GaussianNoise": (lambda: layers.GaussianNoise(0.4, seed=1), 3),
     "AlphaDropout": (lambda: layers.AlphaDropout(0.4, seed=1), 2),
-    "SimpleRNN": (rnn(layers.SimpleRNN, dropout=0.3, recurrent_dropout=0.3, seed=1), 3),
-    "LSTM": (rnn(layers.LSTM, dropout=0.3, recurrent_dropout=0.3, seed=1), 3),
-    "GRU": (rnn(layers.GRU, dropout=0.3), 3),
+    "SimpleRNN": (lambda: layers.SimpleRNN(3, **_BOTH), 3),
+    "LSTM": (lambda: layers.LSTM(3, **_BOTH), 3),
+    "GRU": (lambda: layers.GRU(3, dropout=0.3), 3),
     "Bidirectional": (lambda: layers.Bidirectional(layers.LSTM(2, dropout=0.3)), 3),
     "RNN": (stacked, 3),
     "TimeDistributed": (lambda: layers.TimeDistributed(layers.Dropout(0.4, seed=1)), 3),

@@ -11,15 +11,7 @@ import pytest
 from harness.training import as_arrays, assert_same
 
 import keras_strategies as ks
-from random_numbers.cases import (
-    BACKEND,
-    BATCH,
-    CASES,
-    INPUTS,
-    REFUSED,
-    TARGETS,
-    Case,
-)
+from random_numbers.cases import BACKEND, BATCH, CASES, INPUTS, REFUSED, TARGETS, Case
 
 
 def trained(case: Case, strategy: Any) -> Any:
@@ -62,20 +54,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(block_draws, "_CPU_BLOCK", 24)
 
 
-def reference(random_numbers: str) -> Any:
-    """The strategy whose numbers are expected; None for Keras without one."""
-    if BACKEND == "torch" and random_numbers == "partitioned":
-        return ks.OneDeviceStrategy("cpu:0")
-    return None
-
-
 @pytest.mark.nightly(unless=BY_DAY[BACKEND])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("random_numbers", ["partitioned", "keras"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_training_is_that_of_one_device(
-    case: Case, random_numbers: str, count: int, small_blocks: None
-) -> None:
+def test_training_is_that_of_one_device(case, random_numbers, count, small_blocks):
     devices = [f"cpu:{i}" for i in range(count)]
     strategy = ks.MirroredStrategy(devices, random_numbers=random_numbers)
     if case.name in REFUSED.get(BACKEND, ()):
@@ -83,7 +66,8 @@ def test_training_is_that_of_one_device(
             with pytest.raises(TypeError, match="Abstract tracer value"):
                 trained(case, each)
         return
-    expected = trained(case, reference(random_numbers))
+    has_own = BACKEND == "torch" and random_numbers == "partitioned"
+    expected = trained(case, ks.OneDeviceStrategy("cpu:0") if has_own else None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = trained(case, strategy)

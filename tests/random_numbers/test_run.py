@@ -44,6 +44,15 @@ DRAWS: dict[str, Callable[[Any, Any], Any]] = {
 REFUSED = [("gamma-of-rows", "keras")] * (keras.backend.backend() == "torch")
 
 
+def mirrored(count: int = 2, **options: Any) -> ks.MirroredStrategy:
+    return ks.MirroredStrategy([f"cpu:{i}" for i in range(count)], **options)
+
+
+def local(strategy: Any, found: Any) -> list[np.ndarray]:
+    """The results of replicas."""
+    return [*map(ops.convert_to_numpy, strategy.experimental_local_results(found))]
+
+
 def rows_of_replicas(sizes: tuple[int, ...]) -> Any:
     bounds = np.cumsum((0, *sizes))
     parts = [X[a:b] for a, b in itertools.pairwise(bounds)]
@@ -54,9 +63,7 @@ def rows_of_replicas(sizes: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("random_numbers", ["partitioned", "keras"])
 @pytest.mark.parametrize("sizes", [(6, 6), (5, 4, 3)])
 @pytest.mark.parametrize("name", DRAWS)
-def test_draws_are_those_of_one_device(
-    name: str, sizes: tuple[int, ...], random_numbers: str
-) -> None:
+def test_draws_are_those_of_one_device(name, sizes, random_numbers) -> None:
     if (name, random_numbers) in REFUSED:
         pytest.skip("see `test_numbers_of_keras_that_depend_on_other_rows_are_refused`")
     draw = DRAWS[name]
@@ -69,21 +76,14 @@ def test_draws_are_those_of_one_device(
         else draw(rows, seed)
         for _ in range(2)
     ]
-    strategy = ks.MirroredStrategy(
-        [f"cpu:{i}" for i in range(len(sizes))], random_numbers=random_numbers
-    )
-    with strategy.scope():
-        own = keras.random.SeedGenerator(3)
-    for wanted in expected:
-        found = strategy.run(lambda x: draw(x, own), args=(rows_of_replicas(sizes),))
-        parts = map(ops.convert_to_numpy, strategy.experimental_local_results(found))
-        joined = np.concatenate(list(parts))
-        np.testing.assert_allclose(joined, ops.convert_to_numpy(wanted), atol=1e-6)
+    strategy = mirrored(len(sizes), random_numbers=random_numbers)
+    for wanted, found in zip(
+        expected, joined_runs(strategy, draw, [sizes] * 2), strict=True
+    ):
+        np.testing.assert_allclose(found, ops.convert_to_numpy(wanted), atol=1e-6)
 
 
-def joined_runs(
-    strategy: Any, draw: Any, runs: list[tuple[int, ...]]
-) -> list[np.ndarray]:
+def joined_runs(strategy: Any, draw: Any, runs: list[Any]) -> list[np.ndarray]:
     """What replicas draw in several runs of a function, each joined."""
     with strategy.scope():
         seed = keras.random.SeedGenerator(3)
@@ -94,8 +94,7 @@ def joined_runs(
     found = []
     for sizes in runs:
         results = strategy.run(fn, args=(rows_of_replicas(sizes),))
-        parts = map(ops.convert_to_numpy, strategy.experimental_local_results(results))
-        found.append(np.concatenate(list(parts)))
+        found.append(np.concatenate(local(strategy, results)))
     return found
 
 
@@ -118,31 +117,25 @@ def of_length(count: Any) -> Callable[[Any, Any], Any]:
     ],
     ids=["fixed", "more", "twice"],
 )
-def test_draws_of_other_lengths_are_those_of_one_replica(
-    count: Any, runs: list[tuple[int, ...]]
-) -> None:
+def test_draws_of_other_lengths_are_those_of_one_replica(count, runs) -> None:
     """The same on all replicas, whatever earlier runs have drawn."""
-    one_device = ks.OneDeviceStrategy("cpu:0")
-    draw = of_length(count)
-    alone = [(sizes[0],) for sizes in runs]
-    expected = joined_runs(one_device, draw, alone)
-    found = joined_runs(ks.MirroredStrategy(["cpu:0", "cpu:1"]), draw, runs)
+    draw, alone = of_length(count), [(sizes[0],) for sizes in runs]
+    expected = joined_runs(ks.OneDeviceStrategy("cpu:0"), draw, alone)
+    found = joined_runs(mirrored(), draw, runs)
     for one, every in zip(expected, found, strict=True):
         np.testing.assert_allclose(every, np.broadcast_to(one[:1], every.shape), 1e-5)
 
 
 def test_a_fixed_length_that_is_that_of_the_rows_has_rows() -> None:
     """The rule that the guide states: a replica's entries of a draw for all rows."""
-    one_device, sizes = ks.OneDeviceStrategy("cpu:0"), (3, 3)
 
-    def whole(x: Any, seed: Any) -> Any:
-        return keras.random.normal((6, 4), seed=seed)
+    def draw(x: Any, seed: Any) -> Any:
+        return keras.random.normal((length, 4), seed=seed)
 
-    def fixed(x: Any, seed: Any) -> Any:
-        return keras.random.normal((3, 4), seed=seed)
-
-    (expected,) = joined_runs(one_device, whole, [(6,)])
-    (found,) = joined_runs(ks.MirroredStrategy(["cpu:0", "cpu:1"]), fixed, [sizes])
+    length = 6
+    (expected,) = joined_runs(ks.OneDeviceStrategy("cpu:0"), draw, [(6,)])
+    length = 3
+    (found,) = joined_runs(mirrored(), draw, [(3, 3)])
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
@@ -151,27 +144,25 @@ def test_draws_of_the_framework_are_equal_on_replicas() -> None:
     keras.utils.set_random_seed(5)
     alone = ops.convert_to_numpy(of_the_framework(ops.ones((3, 4))))
     keras.utils.set_random_seed(5)
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored()
     found = strategy.run(of_the_framework, args=(rows_of_replicas((3, 3)),))
-    for each in strategy.experimental_local_results(found):
-        np.testing.assert_allclose(ops.convert_to_numpy(each), alone, 1e-6)
+    for each in local(strategy, found):
+        np.testing.assert_allclose(each, alone, 1e-6)
 
 
 def test_a_draw_without_rows_is_the_same_on_all_replicas() -> None:
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored()
     with strategy.scope():
         seed = keras.random.SeedGenerator(3)
     found = strategy.run(lambda: keras.random.normal((3,), seed=seed))
-    first, second = map(
-        ops.convert_to_numpy, strategy.experimental_local_results(found)
-    )
+    first, second = local(strategy, found)
     np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="a sequence of numbers")
 def test_numbers_of_keras_that_depend_on_other_rows_are_refused() -> None:
     """With rows of their own they are drawn, see above."""
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], random_numbers="keras")
+    strategy = mirrored(random_numbers="keras")
     with pytest.raises(ks.errors.ContextError, match="random_numbers='partitioned'"):
         strategy.run(
             lambda x: keras.random.gamma(ops.shape(x), ops.abs(x) + 0.1),

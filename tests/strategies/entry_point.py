@@ -20,23 +20,12 @@ Y = np.array([[1.0], [2.0], [4.0]], "float32")
 EXPECTED = 0.1 * 2 / 3 * X.T @ Y
 
 
-def fit(model: Any, data: Any) -> None:
-    if data is None:
-        model.fit(X, Y, batch_size=3, verbose=0)
-    else:
-        model.fit(data, verbose=0)
-
-
 def processes_of(strategy: Any) -> list[int]:
     """Those of a cluster of parameter servers."""
-    cluster = getattr(strategy, "cluster", None)
-    if cluster is None:
+    if getattr(strategy, "cluster", None) is None:
         return []
-    states = [
-        *cluster.scheduler.workers.values(),
-        *cluster.scheduler.servers.values(),
-    ]
-    return [state.pid for state in states]
+    tasks = strategy.cluster.scheduler
+    return [state.pid for state in (*tasks.workers.values(), *tasks.servers.values())]
 
 
 def main(code: str) -> None:
@@ -48,7 +37,10 @@ def main(code: str) -> None:
         dense = keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)
         model = keras.Sequential([dense])
         model.compile(keras.optimizers.SGD(0.1), "mse")
-    fit(model, given.get("data"))
+    data = (
+        {"x": given["data"]} if "data" in given else {"x": X, "y": Y, "batch_size": 3}
+    )
+    model.fit(**data, verbose=0)
     kernel = keras.ops.convert_to_numpy(dense.kernel)
     np.testing.assert_allclose(kernel, EXPECTED, rtol=1e-5)
     found: dict[str, Any] = {"kernel": repr(dense.kernel)}

@@ -35,10 +35,8 @@ STRATEGIES = {
     "ModelParallelStrategy": ("model_parallel", f"devices={TWO}"),
     "TPUStrategy": ("tpu", f"None, A({CORES})"),
 }
-if (
-    get_engine().has_python_per_device
-    or Feature.SHARDED_VARIABLES in get_engine().lacks
-):
+engine = get_engine()
+if engine.has_python_per_device or Feature.SHARDED_VARIABLES in engine.lacks:
     # Torch has a process for each device of it; such scripts are tested elsewhere.
     del STRATEGIES["ModelParallelStrategy"]
 EXPERIMENTAL = ("CentralStorageStrategy", "MultiWorkerMirroredStrategy", "TPUStrategy")
@@ -94,10 +92,6 @@ def on_torch() -> Iterator[Forker]:
         yield forker
 
 
-def start(forker: Forker, log: Path, code: str) -> Forked:
-    return forker.start(log, entry_point.__file__, code)
-
-
 def result(script: Forked) -> dict[str, Any]:
     code, _ = script.wait(SECONDS)
     text = script.text()
@@ -111,26 +105,20 @@ def result(script: Forked) -> dict[str, Any]:
 @pytest.mark.nightly(unless=["keras_strategies.strategies.*"])
 @pytest.mark.slow(seconds=7)
 @pytest.mark.parametrize(
-    "code",
-    list(ways_to_strategies()),
-    ids=lambda code: code.rpartition("import ")[2][:60],
+    "code", [*ways_to_strategies()], ids=lambda code: code.rpartition("import ")[2][:60]
 )
-def test_strategy_trains_its_models(
-    forker: Forker, on_torch: Forker, tmp_path: Path, code: str
-) -> None:
+def test_strategy_trains_its_models(forker, on_torch, tmp_path, code) -> None:
     used = forker if "ModelParallelStrategy" in code else on_torch
-    found = result(start(used, tmp_path / "log", code))
+    found = result(used.start(tmp_path / "log", entry_point.__file__, code))
     assert found["owns"], found
 
 
 @pytest.mark.nightly(unless=["code1", "code5"])
 @pytest.mark.parametrize("code", ORDERS)
-def test_order_of_names_does_not_matter(
-    forker: Forker, on_torch: Forker, tmp_path: Path, code: str
-) -> None:
+def test_order_of_names_does_not_matter(forker, on_torch, tmp_path, code) -> None:
     # An engine sees the order only where devices are chosen first.
     used = forker if "set_virtual_cpu_devices" in code else on_torch
-    found = result(start(used, tmp_path / "log", code))
+    found = result(used.start(tmp_path / "log", entry_point.__file__, code))
     assert found.get("owns", "s = " not in code), found
 
 
@@ -154,7 +142,7 @@ def test_parameter_servers_train(forker: Forker, tmp_path: Path) -> None:
         "local = cluster.LocalClusterResolver(1, 1)\n"
         "s = ks.experimental.ParameterServerStrategy(local)"
     )
-    found = result(start(forker, tmp_path / "log", code))
+    found = result(forker.start(tmp_path / "log", entry_point.__file__, code))
     assert found["owns"], found
     assert "on ps:0" in found["kernel"]
     # They end with the script, which has not closed the cluster.

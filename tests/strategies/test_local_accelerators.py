@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import keras
@@ -11,9 +12,7 @@ from harness.launcher_variables import SLURM
 
 import keras_strategies as ks
 from keras_strategies.cluster.environment import RANK_VARIABLES, find_local_number
-from keras_strategies.cluster.resolvers.environment.process_numbers import (
-    RankAndSize,
-)
+from keras_strategies.cluster.resolvers.environment.process_numbers import RankAndSize
 from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
@@ -28,25 +27,12 @@ pytestmark = pytest.mark.one_backend
 BACKEND = keras.backend.backend()
 GPUS = [Device("gpu", i) for i in range(4)]
 TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
+    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+    **{"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
 }
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "6",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "2",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
-MVAPICH = {
-    "MV2_COMM_WORLD_RANK": "3",
-    "MV2_COMM_WORLD_SIZE": "8",
-    "MV2_COMM_WORLD_LOCAL_RANK": "3",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
-}
+_NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+OPEN_MPI = {f"OMPI_COMM_WORLD_{n}": v for n, v in zip(_NUMBERS, "6824", strict=True)}
+MVAPICH = {f"MV2_COMM_WORLD_{n}": v for n, v in zip(_NUMBERS, "3834", strict=True)}
 MPICH = {"PMI_RANK": "4", "PMI_SIZE": "8", "MPI_LOCALRANKID": "0"}
 CRAY = {"PMI_RANK": "4", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "2"}
 TASK = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
@@ -127,21 +113,18 @@ def test_a_process_has_the_accelerator_of_its_number(
 def test_too_few_accelerators_are_an_error_in_every_process(monkeypatch, rank):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     local = RankAndSize(rank, 3, f"LOCAL_RANK={rank} and LOCAL_WORLD_SIZE=3")
-    with pytest.raises(ClusterError) as raised:
-        own_accelerator(GPUS[:2], local)
-    assert (
+    text = (
         f"3 processes run on this machine (LOCAL_RANK={rank} and LOCAL_WORLD_SIZE=3, "
         "CUDA_VISIBLE_DEVICES=0,1), and this one sees 2 accelerators: gpu:0, gpu:1."
-    ) in str(raised.value)
+    )
+    with pytest.raises(ClusterError, match=re.escape(text)):
+        own_accelerator(GPUS[:2], local)
 
 
-def test_without_accelerators_all_cpu_devices_are_used(monkeypatch):
+def test_without_accelerators_named_or_all_cpu_devices_are_used(monkeypatch):
     set_variables(monkeypatch, TORCHRUN)
     assert {device.kind for device in default_devices(get_engine())} == {"cpu"}
-
-
-def test_named_devices_are_used(monkeypatch):
-    set_variables(monkeypatch, TORCHRUN)
+    device_selection._kept.clear()
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     assert strategy.num_replicas_in_sync == 2
     assert device_selection._kept == {}

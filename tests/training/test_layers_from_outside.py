@@ -30,29 +30,17 @@ def backbone_of(strategy: Any = None) -> keras.Model:
     """A backbone that was made in the scope of a strategy, or of none."""
     keras.utils.set_random_seed(3)
     with scope_of(strategy):
-        backbone = keras.Sequential(
-            [
-                keras.Input((6,)),
-                layers.Dense(8, "tanh"),
-                layers.BatchNormalization(),
-                layers.Dense(4),
-            ]
-        )
-    return backbone
+        hidden = [layers.Dense(8, "tanh"), layers.BatchNormalization()]
+        return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(4)])
 
 
-def model_of(strategy: Any, backbone: keras.Model, trainable: bool) -> keras.Model:
+def trained(strategy: Any, backbone: keras.Model, trainable: bool, path: Any) -> Any:
+    """What methods of the model and then of the backbone return, and all weights."""
     backbone.trainable = trainable
     keras.utils.set_random_seed(4)
     with scope_of(strategy):
         model = keras.Sequential([keras.Input((6,)), backbone, layers.Dense(1)])
         model.compile("adam", "mse", metrics=["mae"])
-    return model
-
-
-def trained(strategy: Any, backbone: keras.Model, trainable: bool, path: Any) -> Any:
-    """What methods of the model and then of the backbone return, and all weights."""
-    model = model_of(strategy, backbone, trainable)
     found: dict[str, Any] = {"predicted": model.predict(X, batch_size=10, verbose=0)}
     found |= model.fit(X, Y, epochs=2, validation_data=(X[:7], Y[:7]), **FIT).history
     model.save(path)
@@ -82,9 +70,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.slow(seconds=11)
 @BY_DAY
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
-def test_a_backbone_from_outside_trains_as_on_one_device(
-    strategy, trainable, tmp_path
-) -> None:
+def test_a_backbone_from_outside_trains_as_on_one_device(strategy, trainable, tmp_path):
     found = trained(strategy, backbone_of(), trainable, tmp_path / "a.keras")
     assert_same(found, trained_alone(trainable))
 

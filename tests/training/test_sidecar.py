@@ -47,39 +47,28 @@ import keras_strategies as ks
 """
 
 
-def train(folder: Path, pattern: str, epochs: int = 3) -> list[dict[str, float]]:
-    """Trains with a checkpoint for each epoch; what each came to on other data."""
-    folder.mkdir(exist_ok=True)
-    found = []
-    made = model()
+@pytest.mark.parametrize("pattern", ["{epoch}.keras", "{epoch}.weights.h5"])
+def test_each_checkpoint_gives_what_training_saw(tmp_path, pattern) -> None:
+    """The file of each epoch is evaluated on other data than it is trained on."""
+    trained, expected, steps = model(), [], []
 
     class Evaluate(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None) -> None:
-            found.append(made.evaluate(*data(1), verbose=0, return_dict=True))
+            expected.append(trained.evaluate(*data(1), verbose=0, return_dict=True))
 
     save = keras.callbacks.ModelCheckpoint(
-        str(folder / pattern), save_weights_only=pattern.endswith("weights.h5")
+        str(tmp_path / pattern), save_weights_only=pattern.endswith("weights.h5")
     )
-    made.fit(*data(0), batch_size=8, epochs=epochs, callbacks=[save, Evaluate()])
-    return found
-
-
-@pytest.mark.parametrize("pattern", ["{epoch}.keras", "{epoch}.weights.h5"])
-def test_each_checkpoint_gives_what_training_saw(tmp_path, pattern) -> None:
-    expected = train(tmp_path, pattern)
-    steps = []
+    trained.fit(*data(0), batch_size=8, epochs=3, callbacks=[save, Evaluate()])
 
     class Steps(keras.callbacks.Callback):
         def on_test_end(self, logs=None) -> None:
             steps.append(int(self.model.optimizer.iterations.numpy()))
 
-    evaluator = ks.SidecarEvaluator(
-        model(), data(1), tmp_path, max_evaluations=3, callbacks=[Steps()]
-    )
-    found = evaluator.start()
-    assert [Path(e.path).name for e in found] == [
-        pattern.format(epoch=i) for i in (1, 2, 3)
-    ]
+    options = {"max_evaluations": 3, "callbacks": [Steps()]}
+    found = ks.SidecarEvaluator(model(), data(1), tmp_path, **options).start()
+    names = [pattern.format(epoch=i) for i in (1, 2, 3)]
+    assert [Path(e.path).name for e in found] == names
     assert [e.step for e in found] == steps == [4, 8, 12]
     for evaluation, logs in zip(found, expected, strict=True):
         assert evaluation.logs == pytest.approx(logs, rel=1e-5)
@@ -87,19 +76,18 @@ def test_each_checkpoint_gives_what_training_saw(tmp_path, pattern) -> None:
 
 @pytest.mark.one_backend("torch")
 def test_a_file_that_is_written_again_is_evaluated_again(tmp_path) -> None:
-    evaluator = ks.SidecarEvaluator(
-        model(), data(1), tmp_path / "later", timeout_seconds=SECONDS
-    )
+    folder = tmp_path / "later"
+    evaluator = ks.SidecarEvaluator(model(), data(1), folder, timeout_seconds=SECONDS)
     thread = threading.Thread(target=evaluator.start)
     thread.start()
     try:
         trained = model()
-        (tmp_path / "later").mkdir()
+        folder.mkdir()
         for i in range(2):
             trained.fit(*data(0), verbose=0)
             # As a strategy saves: whole, or not at all.
             trained.save(tmp_path / "part.keras")
-            (tmp_path / "part.keras").rename(tmp_path / "later" / "model.keras")
+            (tmp_path / "part.keras").rename(folder / "model.keras")
             until = time.monotonic() + SECONDS
             while len(evaluator.evaluations) <= i and time.monotonic() < until:
                 time.sleep(0.02)
@@ -109,18 +97,15 @@ def test_a_file_that_is_written_again_is_evaluated_again(tmp_path) -> None:
     assert [e.step for e in evaluator.evaluations] == [1, 2]
 
 
-def test_what_is_no_checkpoint_of_the_model_is_an_error(tmp_path) -> None:
+def test_nothing_comes_or_what_is_no_checkpoint_of_the_model(tmp_path) -> None:
+    evaluator = ks.SidecarEvaluator(model(), data(1), tmp_path, timeout_seconds=0.1)
+    with pytest.raises(ks.errors.ClusterTimeoutError, match="0 evaluations"):
+        evaluator.start()
     broken = tmp_path / "1.weights.h5"
     broken.write_bytes(b"not a checkpoint")
     os.utime(broken, (1.0, 1.0))
     evaluator = ks.SidecarEvaluator(model(), data(1), tmp_path)
     with pytest.raises(ks.errors.CheckpointError, match=r"1\.weights\.h5 cannot be"):
-        evaluator.start()
-
-
-def test_nothing_comes(tmp_path) -> None:
-    evaluator = ks.SidecarEvaluator(model(), data(1), tmp_path, timeout_seconds=0.1)
-    with pytest.raises(ks.errors.ClusterTimeoutError, match="0 evaluations"):
         evaluator.start()
 
 
@@ -190,20 +175,13 @@ def test_an_evaluator_task_sees_every_checkpoint(forker, tmp_path) -> None:
     """Without the launcher: when training has ended, the evaluator gets a signal."""
     script = write_script(tmp_path, CLUSTER)
     jobs = ("worker", "ps", "chief", "evaluator")
-    cluster = {
-        job: [address] for job, address in zip(jobs, free_addresses(4), strict=True)
-    }
-    started = {
-        job: forker.start(
-            tmp_path / f"{job}.log",
-            script,
-            TF_CONFIG=json.dumps(
-                {"cluster": cluster, "task": {"type": job, "index": 0}}
-            ),
-            KS_CLUSTER_SECRET="correct horse battery staple",
-        )
-        for job in jobs
-    }
+    addresses = zip(jobs, free_addresses(4), strict=True)
+    config: dict = {"cluster": {job: [address] for job, address in addresses}}
+    given = {"KS_CLUSTER_SECRET": "correct horse battery staple"}
+    started = {}
+    for job in jobs:
+        given["TF_CONFIG"] = json.dumps({**config, "task": {"type": job, "index": 0}})
+        started[job] = forker.start(tmp_path / f"{job}.log", script, **given)
     for job in ("chief", "worker", "ps"):
         assert started[job].wait(SECONDS)[0] == 0, started[job].text()
     os.kill(started["evaluator"].pid, signal.SIGTERM)

@@ -21,25 +21,25 @@ def test_run_in_a_tf_function_names_ks_function(mirrored, monkeypatch) -> None:
         mirrored.run(lambda: None)
 
 
-@not_on_tensorflow
-def test_error_from_tensorflow_names_what_to_write(mirrored) -> None:
-    # As `tape.gradient` fails with a tracer of JAX.
-    code = "def gradient(x):\n    raise AttributeError('no attribute _id')\n"
-    names: dict = {}
-    exec(compile(code, "/lib/tensorflow/python/eager/backprop.py", "exec"), names)
-    with pytest.raises(AttributeError) as error:
-        mirrored.run(lambda: names["gradient"](keras.ops.ones(())))
-    assert "ks.value_and_grad" in "".join(error.value.__notes__)
+#: As `tape.gradient` fails with a tracer of JAX.
+TAPE: dict = {}
+CODE = "def gradient(x):\n    raise AttributeError('no attribute _id')\n"
+exec(compile(CODE, "/lib/tensorflow/python/eager/backprop.py", "exec"), TAPE)
 
 
 @not_on_tensorflow
-def test_numpy_of_a_tensor_names_convert_to_numpy(mirrored) -> None:
-    class Loss:
-        pass
-
+@pytest.mark.parametrize(
+    ("fails", "note"),
+    [
+        (lambda: TAPE["gradient"](keras.ops.ones(())), "ks.value_and_grad"),
+        (lambda: object().numpy(), "keras.ops.convert_to_numpy"),
+    ],
+    ids=["gradient", "numpy"],
+)
+def test_an_error_of_its_calls_names_what_to_write(mirrored, fails, note) -> None:
     with pytest.raises(AttributeError) as error:
-        mirrored.run(lambda: Loss().numpy())
-    assert "keras.ops.convert_to_numpy" in "".join(error.value.__notes__)
+        mirrored.run(fails)
+    assert note in "".join(error.value.__notes__)
 
 
 @not_on_tensorflow
