@@ -53,8 +53,10 @@ def test_enumerations_accept_names_in_any_case() -> None:
 
 def test_communication_options_are_validated_and_frozen() -> None:
     for name, value in (
-        *(("bytes_per_pack", -1), ("bytes_per_pack", 1.5)),
-        *(("timeout_seconds", 0), ("implementation", "smoke")),
+        ("bytes_per_pack", -1),
+        ("bytes_per_pack", 1.5),
+        ("timeout_seconds", 0),
+        ("implementation", "smoke"),
     ):
         with pytest.raises(ValueError, match=str(value)):
             ks.CommunicationOptions(**{name: value})

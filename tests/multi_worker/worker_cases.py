@@ -69,15 +69,23 @@ _ROWS = [
     on("two_by_two", "size_1", rows=1, **_ALL, optimized_graphs=True),
     # Worker 2 has no row in the last batch while two workers have one.
     on(
-        *("three", "size_10_bn", _TENSORFLOW),
-        **{"rows": 10, "batch": 8, "model": models.dense_bn, **_WEIGHTED},
+        "three",
+        "size_10_bn",
+        _TENSORFLOW,
+        rows=10,
+        batch=8,
+        model=models.dense_bn,
+        **_WEIGHTED,
     ),
 ]
 _MODELS = [
     # Statistics of a batch over the devices of each worker and over workers.
     on(
-        *("two_by_two", "conv_bn"),
-        **{"model": models.conv, "data": data.images, "optimized_graphs": True},
+        "two_by_two",
+        "conv_bn",
+        model=models.conv,
+        data=data.images,
+        optimized_graphs=True,
     ),
     # Masks of outputs, and gradients of the rows of a table.
     on("two", "gru_mask_in_loss", model=models.gru_tagger, data=data.tagged),
@@ -103,7 +111,8 @@ _MODELS = [
     ),
     # A train_step of the user's: calls of submodels, two gradients, two updates.
     on(
-        *("two", "two_players"),
+        "two",
+        "two_players",
         model=custom_steps.TwoPlayers,
         data=data.regression,
         loss=lambda: None,
@@ -112,14 +121,17 @@ _MODELS = [
 _LOSSES_AND_METRICS = [
     # A loss between rows of different workers.
     on(
-        *("two", "loss_contrastive"),
+        "two",
+        "loss_contrastive",
         model=models.linear,
         data=data.regression,
         loss=lambda: contrastive,
     ),
     # Metrics with counts by threshold and a maximum as states.
     on(
-        *("two", "metric_states", _TENSORFLOW),
+        "two",
+        "metric_states",
+        _TENSORFLOW,
         model=models.logistic,
         data=data.binary,
         loss=lambda: "binary_crossentropy",
@@ -129,9 +141,11 @@ _LOSSES_AND_METRICS = [
 _UPDATES = [
     # Clipping of the sum of gradients; accumulators and averages of weights.
     on(
-        *("two", "clipped_accumulated_averaged"),
+        "two",
+        "clipped_accumulated_averaged",
         optimizer=lambda: optimizers.SGD(
-            *(0.1, 0.9),
+            0.1,
+            momentum=0.9,
             global_clipnorm=0.1,
             gradient_accumulation_steps=2,
             use_ema=True,
@@ -141,7 +155,8 @@ _UPDATES = [
     # An overflow in the rows of one worker skips the step of all. One device skips the
     # first steps: their gradients overflow.
     on(
-        *("two", "mixed_float16_skips"),
+        "two",
+        "mixed_float16_skips",
         model=models.linear,
         data=data.large_targets,
         loss=lambda: "mse",
@@ -154,7 +169,9 @@ _UPDATES = [
 _FIT = [
     # Validation between epochs; weights of classes.
     on(
-        *("two", "validation", _TENSORFLOW),
+        "two",
+        "validation",
+        _TENSORFLOW,
         fit=lambda rows: {
             "validation_data": (rows.x[:11], rows.y[:11]),
             "validation_batch_size": 4,
@@ -165,7 +182,9 @@ _FIT = [
     # Several steps in a program, fewer of them in the last one. Keras refuses more than
     # one step on Torch; what is logged is the same.
     on(
-        *("two", "steps_per_execution", _TENSORFLOW),
+        "two",
+        "steps_per_execution",
+        _TENSORFLOW,
         rows=5 * BATCH,
         compile={"steps_per_execution": 3},
         compile_alone={"steps_per_execution": 1} if BACKEND == "torch" else {},

@@ -27,8 +27,12 @@ pytestmark = pytest.mark.one_backend
 BACKEND = keras.backend.backend()
 GPUS = [Device("gpu", i) for i in range(4)]
 TORCHRUN = {
-    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-    **{"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
 }
 _NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 OPEN_MPI = {f"OMPI_COMM_WORLD_{n}": v for n, v in zip(_NUMBERS, "6824", strict=True)}
