@@ -99,6 +99,7 @@ def test_tables_of_benchmarks_are_those_of_the_results() -> None:
         *("communication", "python time", "slow input", "random numbers"),
         *("batch comparison", "ratios", "soak", "lead costs"),
         *("fsdp", "fsdp memory", "mixing rows", "presets", "uneven rows"),
+        "parameter server sizes",
     }
 
 
