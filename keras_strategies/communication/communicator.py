@@ -256,6 +256,8 @@ def lost_worker(group: WorkerGroup, error: BaseException) -> WorkerError:
         return WorkerError(group.describe(loss))
     if group.left is not None:
         return WorkerError(group.describe(group.left))
+    if group.has_ended:
+        return WorkerError(group.end_text)
     progress = group.progress or "a collective"
     return WorkerError(
         f"Workers could not exchange values at {progress}, although none is "

@@ -262,7 +262,14 @@ class ClientState:
     def beat(self) -> dict[str, Any]:
         return {"step": self.step, "progress": self.progress, **self.listener.beat()}
 
-    def lost(self, how: str) -> None:
+    def lost(self, problem: str) -> None:
+        host, port = self._connection.addresses[0]
+        beside, group = "", self._generation
+        if group is not None and host in group.hosts:
+            rank = group.hosts.index(host)
+            worker, pid = group.members[rank], group.pids[rank]
+            beside = f", on the host of worker {worker} (process {pid}),"
+        how = f"the connection to the lead at {host}:{port}{beside} was lost: {problem}"
         self._end(how, None)
 
     def failed(self, problem: str, was_reached: bool) -> None:

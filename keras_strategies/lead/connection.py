@@ -61,7 +61,7 @@ class User(Protocol):
     def beat(self) -> dict[str, Any]:
         """The facts of a beat."""
 
-    def lost(self, how: str) -> None:
+    def lost(self, problem: str) -> None:
         """The connection is lost, and was not continued in time."""
 
     def failed(self, problem: str, was_reached: bool) -> None:
@@ -174,7 +174,7 @@ class LeadConnection:
         was_reached = bool(self.run_id)
         if lost > self._grace and was_reached and self._continues:
             self._continues = False
-            self._user.lost("the connection to the lead was lost")
+            self._user.lost(str(error))
         if lost > self.timeout or (was_reached and refused > _REFUSED):
             problem = "nothing listens there" if refused else str(error)
             self._user.failed(problem, was_reached)

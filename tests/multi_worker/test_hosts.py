@@ -135,12 +135,19 @@ def test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut(
                 re.MULTILINE,
             )
             assert found is not None, text
-            other, address = 1 - index, hosts.addresses[1 - index]
-            pid = processes[other].pid
-            assert f"Worker {other} ({address}, process {pid}) was lost at" in found[2]
-            # A host with its own end down may get an error from its kernel.
-            how = "no heartbeat for|its connection ended"
-            assert re.search(rf"step \d+ of fit: .*({how})", found[2]), found[2]
+            chief, other = (each.pid for each in processes)
+            host, address = map(re.escape, hosts.addresses)
+            # The first host has the lead. A host with its own end down may get an error
+            # from its kernel.
+            who = rf"Worker 1 \({address}, process {other}\)"
+            lead = rf"{host}:4711, on the host of worker 0 \(process {chief}\)"
+            expected = (
+                rf"{who} was lost at step \d+ of fit: "
+                ".*(no heartbeat for|its connection ended)",
+                rf"{who} cannot go on at step \d+ of fit: the connection to the lead "
+                rf"at {lead}, was lost: ",
+            )[index]
+            assert re.match(expected, found[2]), found[2]
             if found[1] is not None:
                 assert float(found[1]) - cut < TIMEOUT + 3
     finally:

@@ -99,8 +99,8 @@ class WorkerGroup(GroupListener):
         self._position = 0
         self._condition = threading.Condition()
         self._loss: Loss | None = None
-        # The reason for the end without a lost worker.
-        self._end_text = ""
+        #: str, the error of an end without another lost worker; empty before.
+        self.end_text = ""
         #: The last worker that has come to the end of its script.
         self.left: Loss | None = None
         self._failure: Loss | None = None
@@ -407,17 +407,19 @@ class WorkerGroup(GroupListener):
     @property
     def has_ended(self) -> bool:
         """bool, whether a worker is lost, or workers form another group."""
-        return self._loss is not None or bool(self._end_text)
+        return self._loss is not None or bool(self.end_text)
 
     def check(self) -> None:
         """Raises `WorkerError` if a worker is lost."""
         if self._loss is not None:
             raise WorkerError(self.describe(self._loss))
-        if self._end_text:
-            raise WorkerError(self._end_text)
+        if self.end_text:
+            raise WorkerError(self.end_text)
 
     def describe(self, loss: Loss) -> str:
-        """Message about a loss."""
+        """Message about a loss, which may be that of this worker's connection."""
+        if loss.rank == self.index:
+            return self._describe_end(loss.how)
         own = f" This is worker {self._number}"
         own += f", at {self.progress}." if self.progress else "."
         if loss.has_exited:
@@ -428,6 +430,15 @@ class WorkerGroup(GroupListener):
         return (
             f"{loss}{events}{own} Training cannot continue without it. Restart all "
             "workers; with ks.callbacks.Resume they continue at their last snapshot."
+        )
+
+    def _describe_end(self, how: str) -> str:
+        """Message of a worker whose group has ended without the loss of another one."""
+        at = f" at {self.progress}" if self.progress else ""
+        return (
+            f"Worker {self._number} ({self.own_host}, process {os.getpid()}) cannot go "
+            f"on{at}: {how.removesuffix('.')}. Restart all workers; with "
+            "ks.callbacks.Resume they continue at their last snapshot."
         )
 
     @property
@@ -460,7 +471,7 @@ class WorkerGroup(GroupListener):
         """The lost or failed worker, if it is detected within `wait` seconds."""
         until = time.monotonic() + wait
         with self._condition:
-            while self._loss is None and self._failure is None:
+            while not self.has_ended and self._failure is None:
                 left = until - time.monotonic()
                 if left <= 0:
                     return None
@@ -516,7 +527,7 @@ class WorkerGroup(GroupListener):
     def _ended_by(self, how: str) -> None:
         with self._condition:
             if self._loss is None:
-                self._end_text = self._end_text or how
+                self.end_text = self.end_text or how
             self._condition.notify_all()
 
     # What the lead tells (see `GroupListener`).
@@ -530,7 +541,7 @@ class WorkerGroup(GroupListener):
             if self.has_ended or self._is_closed:
                 return
             if loss is None:
-                self._end_text = how
+                self.end_text = self._describe_end(how)
             self._loss = loss
             self._condition.notify_all()
         if loss is None:

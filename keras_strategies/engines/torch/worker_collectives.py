@@ -241,8 +241,8 @@ class TorchCommunicator(Communicator):
         if self._default and isinstance(error, RuntimeError) and not is_own:
             # Torch's operations on DTensors raise it in a failed collective.
             loss = self.group.loss(wait=min(self.group.timeout, 5.0))
-            if loss is not None:
-                return WorkerError(self.group.describe(loss))
+            if loss is not None or self.group.has_ended:
+                return lost_worker(self.group, error)
         return error
 
     def _wait(self, device: torch.device, begin: Callable[[], Any]) -> None:
