@@ -70,7 +70,7 @@ class Lead:
 
     @classmethod
     def training(cls, workers: int, **settings: Any) -> Lead:
-        """A lead whose first generation trains, of "0a", "1a" and so on."""
+        """A lead with a first generation that trains: "0a", "1a" and so on."""
         lead = cls(workers, **settings)
         lead.run(*(f"{index}a" for index in range(workers)))
         return lead

@@ -49,7 +49,9 @@ def one_device() -> ks.OneDeviceStrategy:
     return ks.OneDeviceStrategy("cpu:0")
 
 
-def cut(layout_map: Any = "fsdp", width: int = 1, strategy: Any = None) -> Any:
+def model_parallel(
+    layout_map: Any = "fsdp", width: int = 1, strategy: Any = None
+) -> Any:
     """The grid of one device of each worker, or of all that a strategy has."""
     devices = ["cpu:0"]
     if strategy is not None:

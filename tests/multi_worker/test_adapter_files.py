@@ -9,7 +9,7 @@ import h5py
 import keras
 import numpy as np
 import pytest
-from multi_worker.clusters import cut, scope_of
+from multi_worker.clusters import model_parallel, scope_of
 
 pytestmark = pytest.mark.one_backend
 
@@ -48,7 +48,7 @@ def entries(path: Path) -> dict[str, bytes]:
 
 
 def program(strategy: Any, folder: str, is_sharded: bool) -> list[Any]:
-    own = cut() if is_sharded else strategy
+    own = model_parallel() if is_sharded else strategy
     model = with_adapters(own, 1)
     path = str(Path(folder) / "own.lora.h5")
     model.save_lora_weights(path)

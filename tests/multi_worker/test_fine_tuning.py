@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from harness.training import assert_same
 from keras import layers
-from multi_worker.clusters import cut, on_clusters, one_device, scope_of
+from multi_worker.clusters import model_parallel, on_clusters, one_device, scope_of
 
 import keras_strategies as ks
 from keras_strategies.training.resume import resume_callback
@@ -81,7 +81,7 @@ IN_ORDER: dict[str, Any] = {"batch_size": 4, "shuffle": False, "verbose": 0}
 def tuned(strategy: Any, kind: str, is_sharded: bool) -> dict[str, Any]:
     """Logs and weights of a training with unequal numbers of tokens."""
     keras.utils.set_random_seed(3)
-    with scope_of(cut() if is_sharded else strategy):
+    with scope_of(model_parallel() if is_sharded else strategy):
         model = MODELS[kind]()
         model.compile(
             keras.optimizers.SGD(0.2, 0.9, gradient_accumulation_steps=2),
@@ -199,7 +199,9 @@ def test_words_that_do_not_divide_are_saved_and_continued(cluster, way, tmp_path
     own, workers = tmp_path / "process", tmp_path / "workers"
     own.mkdir()
     workers.mkdir()
-    every = cluster(lambda _: saved_and_continued(cut().scope, str(workers), way))
+    every = cluster(
+        lambda _: saved_and_continued(model_parallel().scope, str(workers), way)
+    )
     if make := IN_ONE_PROCESS.get("shards"):
         every.append(saved_and_continued(make().scope, str(own), way))
     for found in every:

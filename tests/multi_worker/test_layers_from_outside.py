@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness.training import assert_workers, numbers
 from keras import layers
-from multi_worker.clusters import cut, scope_of
+from multi_worker.clusters import model_parallel, scope_of
 
 BACKEND = keras.backend.backend()
 X = np.random.default_rng(0).normal(size=(23, 6)).astype("float32")
@@ -21,7 +21,7 @@ def trained(strategy: Any, is_sharded: bool = False) -> Any:
     is_chief = strategy is None or strategy.workers.is_chief
     keras.utils.set_random_seed(3 if is_chief else 9)
     if is_sharded:
-        strategy = cut(strategy=strategy)
+        strategy = model_parallel(strategy=strategy)
     backbone = keras.Sequential(
         [keras.Input((6,)), layers.Dense(8, "tanh"), layers.BatchNormalization()]
     )
@@ -45,12 +45,12 @@ def trained_adapter(strategy: Any, is_made_outside: bool) -> Any:
     """Adapters of a frozen layer, which are added outside of the scope."""
     is_alone = strategy is None
     keras.utils.set_random_seed(3)
-    with scope_of(None if is_alone or is_made_outside else cut()):
+    with scope_of(None if is_alone or is_made_outside else model_parallel()):
         hidden = layers.Dense(8, "tanh")
         hidden.build((None, 6))
     if is_made_outside:
         hidden.enable_lora(2)
-    with scope_of(None if is_alone else cut()):
+    with scope_of(None if is_alone else model_parallel()):
         model = keras.Sequential([keras.Input((6,)), hidden, layers.Dense(1)])
     if not is_made_outside:
         hidden.enable_lora(2)

@@ -15,7 +15,7 @@ from harness.training import (
 from keras import layers
 from model_parallel import model_parallel_cases
 from multi_worker import shards
-from multi_worker.clusters import cut, on_clusters, one_device, with_clusters
+from multi_worker.clusters import model_parallel, on_clusters, one_device, with_clusters
 
 import keras_strategies as ks
 
@@ -74,7 +74,7 @@ def elsewhere(model):
 
 def train_cut(strategy, name, layout_map, width):
     case = CASES[name]
-    with cut(layout_map, width, strategy).scope():
+    with model_parallel(layout_map, width, strategy).scope():
         model = compiled(case)
     script = case.script or fit_evaluate_predict
     results = script(case, model, case.make_data())
@@ -135,7 +135,10 @@ def test_a_worker_saves_only_its_own_parts(
     """
 
     def program(strategy, folder):
-        own, others = cut("fsdp", 1, strategy), cut(layout_map, width, strategy)
+        own, others = (
+            model_parallel("fsdp", 1, strategy),
+            model_parallel(layout_map, width, strategy),
+        )
         model, other = network(own), network(others, seed=4)
         # The ordinary file is the chief's.
         fit(model, [keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras")])
@@ -173,19 +176,19 @@ def test_a_worker_saves_only_its_own_parts(
 
 
 def other_values(strategy, folder):
-    model = network(cut("fsdp", 1, strategy))
+    model = network(model_parallel("fsdp", 1, strategy))
     first, index = model.layers[0], strategy.workers.group.index
     first.set_weights([np.full(w.shape, index) for w in first.weights])
     fit(model)
 
 
 def sharded_checkpoint(strategy, folder):
-    own = cut("fsdp", 1, strategy)
+    own = model_parallel("fsdp", 1, strategy)
     own.save_sharded(network(own), folder)
 
 
 def backup(strategy, folder):
-    model = network(cut("fsdp", 1, strategy))
+    model = network(model_parallel("fsdp", 1, strategy))
     fit(model, [keras.callbacks.BackupAndRestore(folder)])
 
 
@@ -207,15 +210,15 @@ def test_what_sharded_variables_refuse(cluster, tmp_path, program, texts):
 @on_clusters("two_by_two")
 def test_a_grid_that_workers_cannot_have(cluster):
     def program(strategy):
-        own = cut("auto", 2, strategy)
+        own = model_parallel("auto", 2, strategy)
         grid = own.mesh.shape, len(own.mesh.own_devices), own.num_replicas_in_sync
-        spanned = cut("auto", 4, strategy)
+        spanned = model_parallel("auto", 4, strategy)
         if not TENSORFLOW:
             problem = "takes the devices of several workers"
             with pytest.raises(RuntimeError, match=problem):
                 spanned.run(lambda: 0)
         with pytest.raises(ValueError, match="does not divide the number of devices"):
-            cut("auto", 3, strategy)
+            model_parallel("auto", 3, strategy)
         return grid, spanned.num_replicas_in_sync
 
     for found in cluster(program):
@@ -271,6 +274,6 @@ def looped(own, is_compiled):
 @with_clusters("cluster layout_map width is_compiled", LOOPS)
 def test_custom_loops(cluster, layout_map, width, is_compiled):
     def program(strategy):
-        return looped(cut(layout_map, width, strategy), is_compiled)
+        return looped(model_parallel(layout_map, width, strategy), is_compiled)
 
     assert_workers(looped(one_device(), is_compiled), cluster(program), 1e-4)

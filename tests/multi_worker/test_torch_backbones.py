@@ -8,7 +8,7 @@ import keras
 import pytest
 from harness.case import Results, as_arrays, state_of
 from harness.training import assert_workers
-from multi_worker.clusters import cut, scope_of, with_clusters
+from multi_worker.clusters import model_parallel, scope_of, with_clusters
 
 pytest.importorskip("keras_hub", reason="keras_hub is not installed")
 if keras.backend.backend() != "torch":
@@ -48,6 +48,6 @@ def test_a_backbone_equals_one_device(cluster, case: FieldCase, layout: str) -> 
 
     def program(strategy: Any) -> Results:
         [own] = [each for each in [*CASES, *DIFFUSION] if each.name == name]
-        return fit(own, cut(layout, width))
+        return fit(own, model_parallel(layout, width))
 
     assert_workers(fit(case, None), cluster(program), max(case.tolerance, 1e-4))

@@ -20,7 +20,7 @@ from compiled_calls.models import (
     graphs_without_compiler,
     trained,
 )
-from multi_worker.clusters import cut, one_device, with_clusters
+from multi_worker.clusters import model_parallel, one_device, with_clusters
 
 from keras_strategies.engines.torch.data_parallel import compiled_calls
 
@@ -79,5 +79,5 @@ def test_a_worker_without_a_compiler_is_awaited_and_all_call_eagerly(cluster) ->
 
 
 def test_variables_in_shards_are_named_and_train(cluster) -> None:
-    found = cluster(lambda strategy: called(cut(), "noisy"))
+    found = cluster(lambda strategy: called(model_parallel(), "noisy"))
     check(found, "noisy", 0, "its variables are in shards")

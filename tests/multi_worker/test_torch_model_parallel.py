@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness.training import as_arrays, assert_same, assert_workers, state_of
 from keras import layers
-from multi_worker.clusters import cut, on_clusters, one_device
+from multi_worker.clusters import model_parallel, on_clusters, one_device
 from multi_worker.shards import BOTH_LAYOUTS, fit, network, rows
 from verification import planted_in_fit
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not TORCH, reason="DTensors are Torch's")
 @BOTH_LAYOUTS
 def test_verification_finds_what_is_wrong_only(cluster, layout_map, width):
     def program(strategy):
-        own, data = cut(layout_map, width), planted_in_fit.data
+        own, data = model_parallel(layout_map, width), planted_in_fit.data
         sound = ks.verify(planted_in_fit.dense, data, own, steps=3)
         build = functools.partial(planted_in_fit.dense, kind=planted_in_fit.DividedLoss)
         wrong = ks.verify(build, data, own, steps=1)
@@ -36,7 +36,7 @@ def test_verification_finds_what_is_wrong_only(cluster, layout_map, width):
 
 def test_each_process_keeps_its_parts(cluster):
     def program(strategy):
-        own = cut()
+        own = model_parallel()
         model = network(own)
         fit(model)
         variables = [*model.variables, *model.optimizer.variables]
@@ -157,7 +157,9 @@ def train_model(strategy, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_code_that_reads_weights(cluster, name, layout_map, width):
     expected = train_model(one_device(), name)
-    found = cluster(lambda strategy: train_model(cut(layout_map, width), name))
+    found = cluster(
+        lambda strategy: train_model(model_parallel(layout_map, width), name)
+    )
     assert_workers(expected, found, 1e-4)
     if name == "rematerialized":
         found = cluster(lambda strategy: train_model(strategy, name))

@@ -13,7 +13,7 @@ import pytest
 from harness.training import as_arrays, assert_workers, state_of
 from multi_worker.clusters import (
     assert_as_one_device,
-    cut,
+    model_parallel,
     one_device,
     own_cluster,
     with_clusters,
@@ -72,7 +72,7 @@ def computed(strategy):
 
 def test_operations_and_their_gradients(cluster):
     def program(strategy):
-        found, value = computed(cut())
+        found, value = computed(model_parallel())
         assert value.to_local().shape == (4, 4)
         return found
 
@@ -108,7 +108,7 @@ def trained(strategy, name, is_built_outside=False):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(cluster, name):
     def program(strategy, is_built_outside):
-        own = cut() if strategy.workers else strategy
+        own = model_parallel() if strategy.workers else strategy
         return trained(own, name, is_built_outside)
 
     for is_built_outside in (False, True):
@@ -153,7 +153,7 @@ def test_an_error_in_one_process_is_named_in_the_others(forker, place):
                         raise OSError("the disk is full")
                     self.model.fails = True
 
-        with cut().scope():
+        with model_parallel().scope():
             model = FailingModel([keras.Input((8,)), keras.layers.Dense(4)])
             model.compile("sgd", "mse")
         fit(model)
@@ -305,7 +305,7 @@ def test_an_optimizer_of_torch_steps_as_on_one_device(cluster, how):
     arguments = (how != "outside", 0 if how == "shards" else 0.1)
 
     def program(strategy):
-        return train(cut() if how == "shards" else strategy, *arguments)
+        return train(model_parallel() if how == "shards" else strategy, *arguments)
 
     expected, expected_norms = train(None, *arguments)
     for weights, norms in cluster(program):

@@ -433,7 +433,7 @@ class WorkerGroup(GroupListener):
         )
 
     def _describe_end(self, how: str) -> str:
-        """Message of a worker whose group has ended without the loss of another one."""
+        """Message of this worker at an end of the group without another lost worker."""
         at = f" at {self.progress}" if self.progress else ""
         return (
             f"Worker {self._number} ({self.own_host}, process {os.getpid()}) cannot go "
