@@ -20,13 +20,14 @@ it has once had, for later tensors; "in use" is without that.
 With `--speed` it is the speed of `safetensors` that is measured, also of one process on
 Torch, which loads onto one device: seconds of the values, from the first one that a
 variable gets, beside those in which `safetensors` alone reads all tensors, in
-rounds in which both take turns. Seconds of the processor are those of all processes
-together; of `safetensors` alone, of one process.
+rounds that also have those of Keras without a strategy, on one device. Seconds of the
+processor are those of all processes together; of `safetensors` alone, of one process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -56,7 +57,7 @@ FORMATS = {
     "keras": "`.keras`",
 }
 SECONDS = 1500
-_TIMES = ("load", "values", "alone")
+_TIMES = ("load", "values", "keras", "alone")
 
 
 # --- Files --------------------------------------------------------------------
@@ -219,14 +220,18 @@ def time_loads(folder: Path, rounds: int) -> None:
     for _ in range(rounds + 1):
         gc.collect()
         times["alone"].append(seconds_of(lambda: read_alone(folder / "safetensors")))
-        start, first, end = clocks_of_load(strategy, folder)
+        _, first, end = clocks_of_load(contextlib.nullcontext, folder)
+        times["keras"].append(_between(first, end))
+        start, first, end = clocks_of_load(strategy.scope, folder)
         times["load"].append(_between(start, end))
         times["values"].append(_between(first, end))
     # The first one finds nothing in the cache of the system.
     print(json.dumps({name: found[1:] for name, found in times.items()}))
 
 
-def clocks_of_load(strategy: Any, folder: Path) -> list[tuple[float, float]]:
+def clocks_of_load(
+    scope: Callable[[], Any], folder: Path
+) -> list[tuple[float, float]]:
     """Clocks at the begin of a load, at the first value that is read, at its end.
 
     Each has the seconds of the wall and of the processor.
@@ -245,7 +250,7 @@ def clocks_of_load(strategy: Any, folder: Path) -> list[tuple[float, float]]:
     SafetensorLoader.port_weight = ported
     try:
         found.append(_clock())
-        with strategy.scope():
+        with scope():
             model = loaded(folder, "safetensors")
         if keras.backend.backend() == "jax":  # Copies to devices are asynchronous.
             for variable in model.variables:
@@ -334,6 +339,7 @@ def speed_table(results: dict[str, Any]) -> str:
     """Values of a model beside its files alone, as a Markdown table."""
     header = ["backend, processes", "files", "entire load", "its values"]
     header += ["`safetensors` alone, in as many processes", "alone / values"]
+    header += ["values by Keras without a strategy", "that / values"]
     header += ["values, processor", "alone, processor", "alone / values"]
     rows = []
     for name, found in results.items():
@@ -346,7 +352,7 @@ def speed_table(results: dict[str, Any]) -> str:
             return [of(pair[clock] for pair in column) for column in columns]
 
         # A round ends with its last process.
-        load, values, alone = (seconds(what, 0, max) for what in _TIMES)
+        load, values, plain, alone = (seconds(what, 0, max) for what in _TIMES)
         used, read = seconds("values", 1, sum), seconds("alone", 1, median)
         rows.append(
             [
@@ -354,6 +360,8 @@ def speed_table(results: dict[str, Any]) -> str:
                 f"{found['bytes'] / 1e9:.1f} GB",
                 *(f"{median(each):.1f} s" for each in (load, values, alone)),
                 ratio(alone, values),
+                f"{median(plain):.1f} s",
+                ratio(plain, values),
                 *(f"{median(each):.1f} s" for each in (used, read)),
                 ratio(read, used),
             ]
