@@ -195,7 +195,6 @@ PRIVATE = (
             "_accumulated_gradients",
             "_apply_weight_decay",
             "_backend_apply_gradients",
-            "_backend_increment_gradient_accumulators",
             "_backend_update_step",
             "_clip_gradients",
             "_get_variable_index",
@@ -214,12 +213,6 @@ PRIVATE = (
         ("_apply_weight_decay", "_clip_gradients"),
         "Updates of shards on their devices.",
         "tensorflow",
-    ),
-    Private(
-        "keras.src.backend.torch.optimizers.torch_adam.Adam",
-        ("_parallel_update_step",),
-        "Torch: updates by entries, which run on shards as ordinary tensors.",
-        backend="torch",
     ),
     Private(
         "keras.src.initializers.random_initializers.RandomInitializer",

@@ -99,8 +99,7 @@ def updating_by(
     Keras 3.15: `update_step(gradient, variable, learning_rate)`, the variable a
     `tf.Variable` on TensorFlow; `_apply_weight_decay(variables)`;
     `_backend_apply_gradients(gradients, variables)`; `_clip_gradients(gradients)`;
-    `_backend_update_step(gradients, variables, learning_rate)`;
-    `_backend_increment_gradient_accumulators(gradients, accumulators)`.
+    `_backend_update_step(gradients, variables, learning_rate)`.
 
     Args:
         optimizer: a Keras optimizer.
@@ -156,15 +155,6 @@ def keeps_without_gradient(optimizer: Any) -> bool:
     if step is keras.optimizers.SGD.update_step:
         return not optimizer.momentum
     return step is keras.optimizers.Adagrad.update_step
-
-
-def updates_lists_of_entries(optimizer: Any) -> bool:
-    """Whether an optimizer is one of Keras's that update lists of tensors by entries.
-
-    Keras 3.15 on Torch: `_parallel_update_step` of SGD, Adam and others.
-    """
-    update = getattr(type(optimizer), "_parallel_update_step", None)
-    return update is not None and update.__module__.startswith("keras.src.")
 
 
 def optimizers_in(model: Any) -> list[Any]:

@@ -31,9 +31,6 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
     make_shards,
     start_default_group,
 )
-from keras_strategies.engines.torch.model_parallel.shard_updates import (
-    updating_by_shards,
-)
 from keras_strategies.engines.torch.model_parallel.transposed_values import tensor_of
 from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
 from keras_strategies.engines.torch.model_parallel.weight_packs import gathered_in
@@ -45,7 +42,6 @@ from keras_strategies.keras_compat.backends.keras_on_torch import (
     track_parameters_again,
 )
 from keras_strategies.keras_compat.models.building import all_variables
-from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_in
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.creation import (
     mix_in,
@@ -150,12 +146,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             # The seed on the host is the same on all workers.
             state = torch.get_rng_state().numpy().tobytes()
             torch.get_device_module(self._device).manual_seed(zlib.crc32(state))
-        with contextlib.ExitStack() as stack:
-            for optimizer in optimizers_in(model):
-                stack.enter_context(
-                    updating_by_shards(optimizer, self._unsharded_ops.left)
-                )
-            stack.enter_context(self.by_rows.method(model, name))
+        with self.by_rows.method(model, name):
             self._shard_weights(model)
             yield
         # Models that are built from their first batch in `predict`.

@@ -1,11 +1,12 @@
 """Operations of code around layers on weights in shards.
 
-Layer calls and optimizers compute with ordinary tensors. Elsewhere an operation of
-entries, such as the clipping of gradients or an average of weights, is computed for the
-shards, a sum for the shards and then for the processes, and every other one for the
-gathered tensors in every process: exact, but slower. Random numbers are drawn for the
-full tensor in every process, from generators in the same state, so they equal those of
-one device.
+Layer calls compute with ordinary tensors. Elsewhere an operation of entries, such as
+those of an optimizer, the clipping of gradients or an average of weights, is computed
+for the shards, a sum for the shards and then for the processes, and every other one for
+the gathered tensors in every process: exact, but slower. Keras's optimizers call
+operations on lists of tensors, each of which is one operation on lists of shards.
+Random numbers are drawn for the full tensor in every process, from generators in the
+same state, so they equal those of one device.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from keras_strategies.engines.torch.compat import (
     local_shard,
     schema_arguments,
     shards_like,
+    spec_of,
     tree_flatten,
     tree_map,
 )
@@ -91,6 +93,8 @@ class UnshardedOps(TorchDispatchMode):
             return shards_like(local_shard(args[0]).detach(), args[0])
         if not _is_of_lists(func):
             return _run(func, args, kwargs)
+        if _is_of_entries(func) and _are_alike(args):
+            return _on_lists_of_shards(func, args, kwargs)
         # Each of a list has a layout of its own.
         found = [
             _run(func, [_item(value, i) for value in args], kwargs)
@@ -101,6 +105,55 @@ class UnshardedOps(TorchDispatchMode):
 
 def _item(values: Any, i: int) -> Any:
     return [values[i]] if isinstance(values, (list, tuple)) else values
+
+
+def _are_alike(args: Sequence[Any]) -> bool:
+    """Whether what lists have at one place are shards of one layout, or no shards."""
+    first, *others = (each for each in args if isinstance(each, (list, tuple)))
+    return all(
+        _divided_along(one) == _divided_along(value)
+        for values in others
+        for one, value in zip(first, values, strict=True)
+    )
+
+
+def _divided_along(tensor: torch.Tensor) -> int | None:
+    """The dimension along which processes have shards; None if they have all of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    [placement] = spec_of(tensor).placements
+    return placement.dim if placement.is_shard() else None
+
+
+def _on_lists_of_shards(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Any] | None:
+    """An operation of entries on lists, on what this process has of their tensors."""
+    own = [
+        list(map(_own, each)) if isinstance(each, (list, tuple)) else _own(each)
+        for each in args
+    ]
+    results = func(*own, **kwargs)
+    return None if results is None else list(map(_joined, results, args[0]))
+
+
+def _own(value: Any) -> Any:
+    """What this process has of a tensor; other values unchanged."""
+    return local_shard(value) if isinstance(value, DTensor) else value
+
+
+def _joined(own: Any, like: torch.Tensor) -> Any:
+    """A tensor of which this process has `own`, with the layout of another one."""
+    if not (_is_tensor(own) and isinstance(like, DTensor)):
+        return own
+    if own.dtype == like.dtype:
+        return shards_like(own, like)
+    return DTensor.from_local(
+        *(own, like.device_mesh, like.placements),
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -128,7 +181,7 @@ def _is_tensor(value: Any) -> bool:
 
 def _is_divided(tensor: torch.Tensor) -> bool:
     """Whether processes have shards of a tensor, and not all of it."""
-    return isinstance(tensor, DTensor) and tensor.placements[0].is_shard()
+    return _divided_along(tensor) is not None
 
 
 @functools.cache
@@ -173,20 +226,10 @@ def _on_shards(
         number = like.device_mesh.get_local_rank()
         return layout_of(like).shard_of(value, number)
 
-    def joined(value: Any) -> Any:
-        if not _is_tensor(value):
-            return value
-        return DTensor.from_local(
-            *(value, like.device_mesh, like.placements),
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
-
     result = func(*tree_map(own, list(args)), **tree_map(own, kwargs))
     if written := _written(func, args):
         return None if result is None else args[written[0]]
-    return tree_map(joined, result)
+    return tree_map(lambda own: _joined(own, like), result)
 
 
 def _on_full_tensors(
