@@ -6,10 +6,9 @@ device, while `MemTracker` counts the memory that is alive.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,11 +22,6 @@ from keras_strategies.engines.torch.compat import (
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
-if TYPE_CHECKING:
-    from keras_strategies.engines.torch.model_parallel.counted_reads import (
-        CountedReads,
-    )
-
 
 def step_peak(
     model: Any,
@@ -35,7 +29,6 @@ def step_peak(
     share: int,
     device: torch.device,
     own_shape: Callable[[Any], Sequence[int]],
-    reads: CountedReads | None = None,
 ) -> int:
     """Bytes that a device needs while a training step runs.
 
@@ -47,7 +40,6 @@ def step_peak(
         device: the device that computes.
         own_shape: returns the shape of a variable, or of its shard, on the device. What
             is gathered of a variable in shards is not counted.
-        reads: receives the reads of variables in shards; None without any.
 
     Raises:
         RuntimeError: if an operation has no result without values.
@@ -58,9 +50,10 @@ def step_peak(
         with memory_tracker() as passes:
             own = _values(variables, own_shape, device)
             state = tracked_bytes(passes, "current")
-            full = {**own, **_values(_sharded(model, own_shape), _shape, device)}
+            sharded = _sharded(model, own_shape)
+            full = {**own, **_values(sharded, _shape, device, model.compute_dtype)}
             gathered = tracked_bytes(passes, "current") - state
-            _compute_passes(model, _rows(batch, share, device), full, reads)
+            _compute_passes(model, _rows(batch, share, device), full)
             kept = tracked_bytes(passes, "current") - state - gathered
         with memory_tracker() as update:
             own = _values(variables, own_shape, device)
@@ -73,29 +66,20 @@ def step_peak(
     )
 
 
-def _compute_passes(
-    model: Any,
-    batch: Any,
-    values: dict[int, torch.Tensor],
-    reads: CountedReads | None,
-) -> None:
+def _compute_passes(model: Any, batch: Any, values: dict[int, torch.Tensor]) -> None:
     """Computes outputs, loss and gradients, which are forgotten.
 
     Args:
         model: the model.
         batch: the rows of a replica.
         values: by the id of a variable, its value.
-        reads: see `step_peak`.
     """
     for variable in model.trainable_variables:
         value = values[id(variable)]
         if value.is_floating_point():
             value.requires_grad_()
     x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-    used = None if reads is None else reads.used
-    saved = contextlib.nullcontext() if reads is None else reads.saved()
-    scope = ReplicaState(lambda v: values[id(v)], used=used).scope()
-    with scope, saved, torch.enable_grad():
+    with ReplicaState(lambda v: values[id(v)]).scope(), torch.enable_grad():
         outputs = model(x, training=True)
         loss = model.compute_loss(x, y, outputs, weights, training=True)
         if loss.requires_grad:
@@ -122,15 +106,22 @@ def _sharded(model: Any, own_shape: Callable[[Any], Sequence[int]]) -> list[Any]
     return [v for v in model.variables if tuple(own_shape(v)) != _shape(v)]
 
 
+def read_dtype(variable: Any, compute_dtype: str | None) -> torch.dtype:
+    """The dtype in which layers read a variable; None for that of the variable."""
+    is_cast = compute_dtype and keras.backend.is_float_dtype(variable.dtype)
+    return getattr(torch, compute_dtype if is_cast else variable.dtype)
+
+
 def _values(
     variables: Iterable[Any],
     shape_of: Callable[[Any], Sequence[int]],
     device: torch.device,
+    compute_dtype: str | None = None,
 ) -> dict[int, torch.Tensor]:
-    """By the ids of variables, tensors without values."""
+    """By the ids of variables, tensors without values; see `read_dtype`."""
     found = {}
     for variable in {id(v): v for v in variables}.values():
-        shape, dtype = tuple(shape_of(variable)), getattr(torch, variable.dtype)
+        shape, dtype = tuple(shape_of(variable)), read_dtype(variable, compute_dtype)
         if is_seed_state(variable) or not shape:
             # Seeds and learning rates are read as numbers of Python.
             zeros = np.zeros(shape).tolist()

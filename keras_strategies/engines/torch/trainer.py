@@ -69,9 +69,6 @@ from keras_strategies.runtime.worker_batch import WorkerBatch
 from keras_strategies.timeline import recording
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.torch.model_parallel.counted_reads import (
-        CountedReads,
-    )
     from keras_strategies.engines.torch.model_parallel.packed_weights import (
         PackedWeights,
     )
@@ -228,7 +225,6 @@ def counted(
     batch: Any,
     own_shape: Callable[[Any], Sequence[int]],
     others: int = 0,
-    reads: CountedReads | None = None,
 ) -> StepCost:
     """The cost with the peak memory of a step, tracked on tensors without values.
 
@@ -239,12 +235,11 @@ def counted(
         batch: structure of `keras.KerasTensor`.
         own_shape: returns the shape of what a device keeps of a variable.
         others: int, bytes of what is not counted.
-        reads: receives the reads of variables in shards; None without any.
     """
     share = placement.replica_counts.total
     device = torch_device(placement.variables)
     try:
-        peak = step_peak(model, batch, share, device, own_shape, reads)
+        peak = step_peak(model, batch, share, device, own_shape)
     except RuntimeError as error:
         # An operation without a result, where values are not known.
         reason = error_text(error)

@@ -8,11 +8,9 @@ along.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -20,7 +18,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keras_strategies.engines.torch.devices import device_of, torch_device
-from keras_strategies.engines.torch.model_parallel.counted_reads import CountedReads
 from keras_strategies.engines.torch.model_parallel.packed_weights import (
     PackedWeights,
 )
@@ -33,7 +30,7 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
 )
 from keras_strategies.engines.torch.model_parallel.transposed_values import tensor_of
 from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
-from keras_strategies.engines.torch.model_parallel.weight_packs import gathered_in
+from keras_strategies.engines.torch.step_memory import read_dtype
 from keras_strategies.engines.torch.trainer import TorchTrainer, counted
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
@@ -83,29 +80,6 @@ def _read(value: Any) -> Any:
     if _reads is None:
         return None
     return _reads.read(raw_value(value) if isinstance(value, keras.Variable) else value)
-
-
-@dataclass(eq=False)
-class _PlannedPack:
-    """A pack of weights, or of their gradients.
-
-    Args:
-        variables: list of `keras.Variable`.
-        shards: int, the shards that each of them has.
-    """
-
-    variables: list[Any]
-    shards: int
-
-    @functools.cached_property
-    def nbytes(self) -> int:
-        """Bytes of the full values."""
-        return sum(map(nbytes_of, self.variables))
-
-    @functools.cached_property
-    def numbers(self) -> int:
-        """The numbers of the full values."""
-        return sum(math.prod(variable.shape) for variable in self.variables)
 
 
 class ShardedTrainer(FitDriver, ShardingDriver):
@@ -249,56 +223,39 @@ class ShardedTrainer(FitDriver, ShardingDriver):
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         sent: dict[str, tuple[int, int]] = {}
+        others = len(self._mesh.devices) - 1
 
         def add(kind: str, nbytes: int) -> None:
-            count, sum_ = sent.get(kind, (0, 0))
-            sent[kind] = count + 1, sum_ + nbytes
+            if others:
+                count, sum_ = sent.get(kind, (0, 0))
+                sent[kind] = count + 1, sum_ + others * (nbytes // (others + 1))
 
-        weights = self._packs(model.variables)
+        weights = self._packs(model.variables, are_sharded=True)
+        # Both passes gather all, but the backward pass those that the forward pass has
+        # read last.
+        for pack in [*weights, *weights[:-2]]:
+            nbytes = sum(
+                math.prod(v.shape) * read_dtype(v, model.compute_dtype).itemsize
+                for v in pack
+            )
+            add("all-gather of weights", nbytes)
+        trained = list(reversed(model.trainable_variables))
+        for pack in self._packs(trained, are_sharded=True):
+            add("reduce-scatter of gradients", sum(map(nbytes_of, pack)))
+        for pack in self._packs(trained, are_sharded=False):
+            add("all-reduce of gradients", 2 * sum(map(nbytes_of, pack)))
         # At most two packs of weights, and two of gradients that are filled and sent.
-        sizes = sorted(pack.nbytes for pack in weights if pack.shards > 1)
-        others = 2 * min(len(sizes), 2) * max(sizes, default=0)
-        reads = CountedReads(self._own_shape)
+        sizes = [sum(map(nbytes_of, pack)) for pack in weights]
+        in_packs = 2 * min(len(sizes), 2) * max(sizes, default=0)
         cost = StepCost(None, sent, "estimated from the sizes of the variables")
-        cost = counted(
-            cost, self.placement, model, batch, self._own_shape, others, reads
-        )
-        if cost.peak is None:
-            # In their order, and backward in the opposite one.
-            order = [(v, getattr(torch, v.dtype)) for v in model.variables]
-            reads.found = [*order, *reversed(order)]
-        pack_of = {
-            id(v): pack for pack in weights if pack.shards > 1 for v in pack.variables
-        }
-        for pack, dtype in gathered_in(
-            (pack_of[id(variable)], dtype)
-            for variable, dtype in reads.found
-            if id(variable) in pack_of
-        ):
-            own = pack.numbers * dtype.itemsize // pack.shards
-            add("all-gather of weights", (pack.shards - 1) * own)
-        for pack in self._packs(reversed(model.trainable_variables)):
-            processes = len(self._mesh.devices)
-            own = pack.nbytes // processes
-            if pack.shards > 1:
-                add("reduce-scatter of gradients", (processes - 1) * own)
-            elif processes > 1:
-                add("all-reduce of gradients", 2 * (processes - 1) * own)
-        return cost
+        return counted(cost, self.placement, model, batch, self._own_shape, in_packs)
 
-    def _packs(self, variables: Iterable[Any]) -> list[_PlannedPack]:
-        """The packs of variables, or of their gradients."""
-        by_shards: dict[int, list[Any]] = {}
-        for variable in variables:
-            is_sharded = any(axes_of(self._mesh, variable))
-            shards = len(self._mesh.devices) if is_sharded else 1
-            by_shards.setdefault(shards, []).append(variable)
-        packs = []
-        for shards, alike in by_shards.items():
-            sizes = list(map(nbytes_of, alike))
-            for places in self._workers.packs_of_sizes(sizes, shards > 1):
-                packs.append(_PlannedPack([alike[i] for i in places], shards))
-        return packs
+    def _packs(self, variables: Iterable[Any], *, are_sharded: bool) -> list[list[Any]]:
+        """The packs of variables that are in shards or not, or of their gradients."""
+        alike = [v for v in variables if any(axes_of(self._mesh, v)) == are_sharded]
+        sizes = list(map(nbytes_of, alike))
+        packs = self._workers.packs_of_sizes(sizes, are_sharded)
+        return [[alike[i] for i in pack] for pack in packs]
 
     def _own_shape(self, variable: Any) -> Sequence[int]:
         axes = axes_of(self._mesh, variable)

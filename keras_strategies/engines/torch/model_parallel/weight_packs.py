@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +13,9 @@ from keras_strategies.engines.torch.compat import local_shard
 from keras_strategies.engines.torch.model_parallel.shards import is_sharded, layout_of
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.variables.values import raw_value
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.torch.model_parallel.call_weights import CallWeights
 
 #: The full value of each variable of a pack, by its `id`.
 PackValues = dict[int, torch.Tensor]
@@ -77,20 +79,6 @@ class Gather:
 PackRead = tuple[WeightPack, torch.dtype]
 
 
-_Pack = TypeVar("_Pack")
-
-
-def gathered_in(reads: Iterable[_Pack]) -> list[_Pack]:
-    """What is gathered of the packs that the passes of a call read, in their order.
-
-    Two packs are in memory: the one that is read, and the next one.
-    """
-    turns = [pack for pack, _ in itertools.groupby(reads)]
-    return [
-        pack for i, pack in enumerate(turns) if pack not in turns[max(i - 2, 0) : i]
-    ]
-
-
 @dataclass(frozen=True)
 class Pass:
     """A kind of pass of a layer.
@@ -102,13 +90,6 @@ class Pass:
 
     is_recorded: bool
     is_backward: bool
-
-
-class Holder(Protocol):
-    """What has values of packs in memory."""
-
-    def free(self) -> None:
-        """Frees them."""
 
 
 class WeightPacks:
@@ -128,7 +109,7 @@ class WeightPacks:
         self._reads: weakref.WeakKeyDictionary[Any, dict[Pass, list[PackRead]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._holder: Holder | None = None
+        self._holder: CallWeights | None = None
 
     def of_layer(self, layer: Any) -> dict[int, WeightPack]:
         """The packs that calls of a layer have read, by the variable's `id`."""
@@ -155,7 +136,7 @@ class WeightPacks:
         """Takes a list to which a pass adds what it reads."""
         self._reads.setdefault(layer, {})[kind] = reads
 
-    def let_hold(self, holder: Holder) -> None:
+    def let_hold(self, holder: CallWeights) -> None:
         """Lets a call have values in memory; those of another one are freed."""
         if self._holder is not holder:
             if self._holder is not None:
