@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from keras_strategies.engines.torch.compat import (
+    disabled_torch_function,
     tensor_without_memory,
-)
-from keras_strategies.engines.torch.data_parallel.tensor_on_demand import (
-    TensorOnDemand,
-    on_values,
 )
 from keras_strategies.engines.torch.devices import moved
 from keras_strategies.runtime.data_parallel.row_parts import (
@@ -35,7 +33,7 @@ class _Rows:
     joined: torch.Tensor | None = None
 
 
-class TorchRowParts(TensorOnDemand, RowParts):
+class TorchRowParts(torch.Tensor, RowParts):
     """A tensor of the global batch whose rows are on the devices of replicas.
 
     Autograd sees one tensor. Below it, the first operation on it joins the rows.
@@ -47,6 +45,7 @@ class TorchRowParts(TensorOnDemand, RowParts):
         device: the device of the global batch.
     """
 
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
     _rows: _Rows
 
     @staticmethod
@@ -102,10 +101,67 @@ class TorchRowParts(TensorOnDemand, RowParts):
             alias = cls(tensor._rows, tensor.row_split, tensor.caller, tensor.device)
             alias.layer = tensor.layer
             return alias
-        return on_values(cls, func, args, kwargs)
+        named = kwargs or {}
+        joined = dict(zip(named, _joined(named.values()), strict=True))
+        return func(*_joined(args), **joined)
 
-    def demanded(self) -> torch.Tensor:
-        return self.joined()
+    # Methods that read memory or its layout without an operation, which Torch refuses
+    # without memory.
+
+    def _with_memory(self) -> torch.Tensor:
+        return self.joined().detach().requires_grad_(self.requires_grad)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._with_memory().numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_memory().__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.joined().tolist()
+
+    def data_ptr(self) -> int:
+        return self.joined().data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.joined().untyped_storage()
+
+    def stride(self, *args: Any, **kwargs: Any) -> Any:
+        return self.joined().stride(*args, **kwargs)
+
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        return self.joined().is_contiguous(*args, **kwargs)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_memory().__dlpack__(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._with_memory().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if not self.is_leaf:
+            # Raises Torch's error.
+            return torch.Tensor.__deepcopy__(self, memo)
+        return copy.deepcopy(self._with_memory(), memo)
+
+    def __format__(self, text: str) -> str:
+        return format(self.joined(), text) if text else repr(self)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        # An operation on it: text of a tensor with a gradient has its function.
+        return repr(self.view_as(self))
+
+
+def _joined(args: Iterable[Any]) -> list[Any]:
+    """Arguments of an operation, with plain tensors in the place of row parts."""
+    return [
+        each.joined()
+        if isinstance(each, TorchRowParts)
+        else _joined(each)
+        if isinstance(each, (list, tuple))
+        else each
+        for each in args
+    ]
 
 
 def row_parts(
