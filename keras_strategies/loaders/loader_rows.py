@@ -97,10 +97,6 @@ class LoaderRows:
             )
         return self._batches(iter(self._loader), stream)
 
-    def read_all(self) -> None:
-        """Reads all rows of the batches that follow, also in the pass under way."""
-        self._order.reads_all = True
-
     def _batches(self, reads: Any, stream: str) -> Iterator[WorkerBatch]:
         for read in reads:
             if stream:

@@ -60,7 +60,6 @@ class RowOrder:
             of this worker, and the one after its last; None to read all.
 
     Attributes:
-        reads_all: bool, whether the next batches are read with all rows.
         agree: callable of the seed of this process, which returns that of the next
             pass; None to take it.
     """
@@ -79,7 +78,6 @@ class RowOrder:
         self._last = b""
         # Passes since the generator's state has changed.
         self._repeats = 0
-        self.reads_all = own_range is None
         self.agree: Callable[[int], int] | None = None
 
     def __iter__(self) -> Iterator[RowsToRead]:
@@ -98,7 +96,7 @@ class RowOrder:
         """The rows of this worker in the current group."""
         count = len(rows.keys)
         start, stop = (0, count)
-        if not self.reads_all and self._own_range is not None:
+        if self._own_range is not None:
             start, stop = self._own_range(count)
         return RowsToRead(rows.keys, rows.seed, rows.first, start, stop)
 

@@ -63,8 +63,6 @@ class OwnBatchPlacer:
         self._home = torch_device(placement.variables)
         self._devices = [torch_device(device) for device in placement.replicas]
         self._movers = [_mover(device) for device in self._devices]
-        # Of arrays with steps that join rows.
-        self._joined_adapters: weakref.WeakSet[Any] = weakref.WeakSet()
         self._loaders: weakref.WeakKeyDictionary[Any, LoaderRows] = (
             weakref.WeakKeyDictionary()
         )
@@ -83,30 +81,13 @@ class OwnBatchPlacer:
             return self._moved(separate)
         if is_array_adapter(adapter):
             rows = LoaderRows(batches, self._workers, self._rows, True)
-            return self._of_arrays(rows, adapter)
+            return self._moved(rows.begin())
         if can_read_rows(batches):
             if batches not in self._loaders:
                 rows = LoaderRows(batches, self._workers, self._rows)
                 self._loaders[batches] = rows
             return self._moved(self._loaders[batches].begin())
         return self._others.batches(batches)
-
-    def _of_arrays(self, rows: LoaderRows, adapter: Any) -> Iterator[Any]:
-        """Own rows, until a step joins them: all are in the memory of each worker."""
-        if adapter in self._joined_adapters:
-            rows.read_all()
-        found = self._moved(rows.begin())
-
-        def batches() -> Iterator[Any]:
-            for batch in found:
-                yield batch
-                if adapter not in self._joined_adapters and any(
-                    map(_is_joined, leaves_of(batch))
-                ):
-                    self._joined_adapters.add(adapter)
-                    rows.read_all()
-
-        return batches()
 
     def place(self, batch: Any) -> Any:
         """A batch with this worker's rows on their replicas; others unchanged."""
@@ -195,10 +176,6 @@ def _on_host(leaf: Any) -> Any:
 
 def _split(leaf: Any, sizes: list[int]) -> list[Any]:
     return [None] * len(sizes) if leaf is None else list(torch.split(leaf, sizes))
-
-
-def _is_joined(leaf: Any) -> bool:
-    return isinstance(leaf, TorchRowParts) and leaf.parts is None
 
 
 def _mover(device: torch.device) -> Mover:
