@@ -91,97 +91,74 @@ class UnshardedOps(TorchDispatchMode):
         if func is _aten.detach.default:
             # Each gradient of shards is detached when it is kept.
             return shards_like(local_shard(args[0]).detach(), args[0])
-        if not _is_of_lists(func):
-            return _run(func, args, kwargs)
-        if _is_of_entries(func) and _are_alike(args):
-            return _on_lists_of_shards(func, args, kwargs)
-        # Each of a list has a layout of its own.
-        found = [
-            _run(func, [_item(value, i) for value in args], kwargs)
-            for i in range(len(args[0]))
-        ]
-        return None if found[0] is None else [each for [each] in found]
-
-
-def _item(values: Any, i: int) -> Any:
-    return [values[i]] if isinstance(values, (list, tuple)) else values
-
-
-def _are_alike(args: Sequence[Any]) -> bool:
-    """Whether what lists have at one place are shards of one layout, or no shards."""
-    first, *others = (each for each in args if isinstance(each, (list, tuple)))
-    return all(
-        _divided_along(one) == _divided_along(value)
-        for values in others
-        for one, value in zip(first, values, strict=True)
-    )
-
-
-def _divided_along(tensor: torch.Tensor) -> int | None:
-    """The dimension along which processes have shards; None if they have all of it."""
-    if not isinstance(tensor, DTensor):
-        return None
-    [placement] = spec_of(tensor).placements
-    return placement.dim if placement.is_shard() else None
-
-
-def _on_lists_of_shards(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[Any] | None:
-    """An operation of entries on lists, on what this process has of their tensors."""
-    own = [
-        list(map(_own, each)) if isinstance(each, (list, tuple)) else _own(each)
-        for each in args
-    ]
-    results = func(*own, **kwargs)
-    return None if results is None else list(map(_joined, results, args[0]))
-
-
-def _own(value: Any) -> Any:
-    """What this process has of a tensor; other values unchanged."""
-    return local_shard(value) if isinstance(value, DTensor) else value
-
-
-def _joined(own: Any, like: torch.Tensor) -> Any:
-    """A tensor of which this process has `own`, with the layout of another one."""
-    if not (_is_tensor(own) and isinstance(like, DTensor)):
-        return own
-    if own.dtype == like.dtype:
-        return shards_like(own, like)
-    return DTensor.from_local(
-        *(own, like.device_mesh, like.placements),
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+        return _run(func, args, kwargs)
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensors = [t for t in tree_flatten([args, kwargs])[0] if _is_tensor(t)]
-    mesh = next((t.device_mesh for t in tensors if isinstance(t, DTensor)), None)
-    if mesh is None:
-        return func(*args, **kwargs)  # Others of its list are in shards.
-    like = next(filter(_is_divided, tensors), None)
-    if like is None:
-        return _on_full_tensors(func, args, kwargs, mesh)
-    if func is _aten.sum.default:
-        own = func(local_shard(like), **kwargs)
-        dist.all_reduce(own, group=mesh.get_group())
-        return _replicated(own, mesh)
-    written = tree_flatten([args[i] for i in _written(func, args)])[0]
-    is_alike = all(t.shape == like.shape or t.dim() == 0 for t in tensors)
-    if _is_of_entries(func) and is_alike and all(map(_is_divided, written)):
-        return _on_shards(func, args, kwargs, like)
-    return _on_full_tensors(func, args, kwargs, mesh)
+    columns: list[Any] = [args]
+    if _is_of_lists(func):
+        columns = list(zip(*filter(_is_list, args), strict=True))
+    is_written = bool(_written(func, args))
+    if _is_of_entries(func) and all(_are_alike(each, is_written) for each in columns):
+        return _on_shards(func, args, kwargs, columns)
+    if len(columns) > 1:
+        # Each of a list has a layout of its own.
+        found = [
+            _run(func, [[each[i]] if _is_list(each) else each for each in args], kwargs)
+            for i in range(len(columns))
+        ]
+        return None if found[0] is None else [each for [each] in found]
+    if func is _aten.sum.default and _is_divided(args[0]):
+        own = func(local_shard(args[0]), **kwargs)
+        dist.all_reduce(own, group=args[0].device_mesh.get_group())
+        return _replicated(own, args[0].device_mesh)
+    return _on_full_tensors(func, args, kwargs)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _is_divided(tensor: torch.Tensor) -> bool:
+def _divided_along(value: Any) -> int | None:
+    """The dimension along which processes have shards; None if they have all of it."""
+    if not isinstance(value, DTensor):
+        return None
+    [placement] = spec_of(value).placements
+    return placement.dim if placement.is_shard() else None
+
+
+def _is_divided(value: Any) -> bool:
     """Whether processes have shards of a tensor, and not all of it."""
-    return _divided_along(tensor) is not None
+    return _divided_along(value) is not None
+
+
+def _are_alike(values: Sequence[Any], is_written: bool) -> bool:
+    """Whether tensors, other than numbers, have one shape, and shards one layout.
+
+    Args:
+        values: the arguments, or those of lists at one place.
+        is_written: bool, whether the first one is written to.
+    """
+    tensors = [value for value in values if _is_tensor(value) and value.dim()]
+    if len(tensors) < 2:
+        return True
+    dims = list(map(_divided_along, tensors))
+    divided = set(dims) - {None}
+    return (
+        len(divided) <= 1
+        and not (divided and is_written and dims[0] is None)
+        and all(value.shape == tensors[0].shape for value in tensors)
+    )
+
+
+def _mesh_of(args: Any) -> Any:
+    """The mesh of the DTensors among arguments; None without any."""
+    leaves = tree_flatten(args)[0]
+    return next((t.device_mesh for t in leaves if isinstance(t, DTensor)), None)
 
 
 @functools.cache
@@ -214,28 +191,68 @@ def _written_arguments(func: Any) -> tuple[int, ...]:
 
 
 def _on_shards(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: DTensor
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    columns: Sequence[Sequence[Any]],
 ) -> Any:
-    """An operation of entries, on the shards of this process."""
+    """An operation of entries, on the shards that this process has or takes.
 
-    def own(value: Any) -> Any:
-        if not _is_tensor(value) or value.dim() == 0:
-            return _full(value)
-        if isinstance(value, DTensor):
-            return local_shard(value.redistribute(like.device_mesh, like.placements))
-        number = like.device_mesh.get_local_rank()
-        return layout_of(like).shard_of(value, number)
-
-    result = func(*tree_map(own, list(args)), **tree_map(own, kwargs))
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: its other ones.
+        columns: the arguments, or what lists of them have at each place.
+    """
+    likes = [next(filter(_is_divided, column), None) for column in columns]
+    own = [
+        list(map(_own, each, likes)) if _is_list(each) else _own(each, likes[0])
+        for each in args
+    ]
+    results = func(*own, **tree_map(_local, kwargs))
     if written := _written(func, args):
-        return None if result is None else args[written[0]]
-    return tree_map(lambda own: _joined(own, like), result)
+        return None if results is None else args[written[0]]
+    mesh = _mesh_of(args)
+    if _is_of_lists(func):
+        pairs = zip(results, likes, strict=True)
+        return [_joined(result, like, mesh) for result, like in pairs]
+    return tree_map(lambda result: _joined(result, likes[0], mesh), results)
 
 
-def _on_full_tensors(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any
-) -> Any:
+def _local(value: Any) -> Any:
+    """What this process has of a tensor; other values unchanged."""
+    return local_shard(value) if isinstance(value, DTensor) else value
+
+
+def _own(value: Any, like: DTensor | None) -> Any:
+    """The shard of a tensor that this process has of another one; numbers unchanged."""
+    if value is like or like is None or not _is_tensor(value) or not value.dim():
+        return _local(value)
+    if _is_divided(value):
+        return local_shard(value)
+    number = like.device_mesh.get_local_rank()
+    return layout_of(like).shard_of(_local(value), number)
+
+
+def _joined(own: Any, like: DTensor | None, mesh: Any) -> Any:
+    """A tensor of which this process has `own`, with the layout of another one."""
+    if like is None or not _is_tensor(own):
+        return _replicated(own, mesh)
+    if own.dtype == like.dtype:
+        return shards_like(own, like)
+    return DTensor.from_local(
+        *(own, mesh, like.placements),
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def _on_full_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operation on gathered tensors, in every process."""
+    mesh = _mesh_of([args, kwargs])
+    if mesh is None:
+        return func(*args, **kwargs)  # Others of its list are in shards.
     full = tree_map(_full, list(args))
     written = _written(func, args)
     for i in written:
@@ -244,7 +261,8 @@ def _on_full_tensors(
     for i in written:
         pairs = zip(tree_flatten(args[i])[0], tree_flatten(full[i])[0], strict=True)
         for each, value in pairs:
-            each.copy_(_replicated(value, mesh) if isinstance(each, DTensor) else value)
+            like = each if _is_divided(each) else None
+            _local(each).copy_(_own(value, like))
     if written:
         return None if result is None else args[written[0]]
     return tree_map(lambda value: _replicated(value, mesh), result)
