@@ -1,4 +1,4 @@
-"""Threads of replicas, shared by all strategies of the process."""
+"""Threads of replicas, shared by all strategies of the process, until it ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
@@ -24,56 +23,31 @@ if TYPE_CHECKING:
     )
 
 
-class _SharedThreads:
-    """Pool of idle threads; a computation takes one for each replica.
-
-    Each thread has its own kernel threads and workspaces, tens of megabytes, until it
-    ends. In a notebook every run of a cell creates a strategy, while previous ones wait
-    for the garbage collector; with threads for each strategy, memory would grow.
-
-    The methods use no lock, since a finalizer could run on the thread that has locked
-    it: operations on lists and sets are atomic.
-    """
-
-    def __init__(self) -> None:
-        self._idle: list[ThreadPoolExecutor] = []
-        self._users: set[int] = set()
-        self._numbers = itertools.count()
-
-    def register(self, user: Any) -> None:
-        """Retains idle threads until every user has been garbage-collected."""
-        number = next(self._numbers)
-        self._users.add(number)
-        weakref.finalize(user, self._unregister, number)
-
-    def _unregister(self, number: int) -> None:
-        self._users.discard(number)
-        if not self._users:
-            while self._idle:
-                self._idle.pop().shutdown(wait=False)
-
-    @contextlib.contextmanager
-    def taken(self, count: int) -> Iterator[list[ThreadPoolExecutor]]:
-        """Threads for one computation, in the same order each time."""
-        found = [self._one() for _ in range(count)]
-        try:
-            yield found
-        finally:
-            self._idle.extend(reversed(found))
-
-    def _one(self) -> ThreadPoolExecutor:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return ThreadPoolExecutor(1, f"replica-{next(self._numbers)}")
-
-    def clear(self) -> None:
-        """Drops the idle threads; for forked processes, where none of them runs."""
-        self._idle.clear()
+# Idle threads, of which a computation takes one for each replica. Each has its own
+# kernel threads and workspaces, tens of megabytes: with threads for each strategy,
+# memory would grow in a notebook, where every run of a cell creates one. Operations on
+# lists are atomic.
+_idle: list[ThreadPoolExecutor] = []
+_numbers = itertools.count()
+# None of them runs in a forked process.
+os.register_at_fork(after_in_child=_idle.clear)
 
 
-_shared = _SharedThreads()
-os.register_at_fork(after_in_child=_shared.clear)
+@contextlib.contextmanager
+def _taken(count: int) -> Iterator[list[ThreadPoolExecutor]]:
+    """Threads for one computation, in the same order each time."""
+    found = [_one() for _ in range(count)]
+    try:
+        yield found
+    finally:
+        _idle.extend(reversed(found))
+
+
+def _one() -> ThreadPoolExecutor:
+    try:
+        return _idle.pop()
+    except IndexError:
+        return ThreadPoolExecutor(1, f"replica-{next(_numbers)}")
 
 
 class _Kernels(threading.local):
@@ -100,7 +74,6 @@ class ReplicaThreads:
         self._names = list(map(DeviceName, self._torch_devices))
         cpus = sum(device.kind == "cpu" for device in devices)
         self._kernels = max(1, torch.get_num_threads() // cpus) if cpus else 0
-        _shared.register(self)
 
     def run(
         self,
@@ -146,7 +119,7 @@ class ReplicaThreads:
             device = self._torch_devices[replica_id]
             return caller.run(device, lambda: replica(task, replica_id))
 
-        with _shared.taken(len(tasks)) as threads:
+        with _taken(len(tasks)) as threads:
             futures: list[Future[Any]] = [
                 thread.submit(on_thread, task, i)
                 for i, (thread, task) in enumerate(zip(threads, tasks, strict=True))
