@@ -89,10 +89,7 @@ class TorchEngine(Engine):
     def on_device_of(
         self, tensor: torch.Tensor
     ) -> contextlib.AbstractContextManager[Any]:
-        context: contextlib.AbstractContextManager[Any] = keras.device(
-            str(tensor.device)
-        )
-        return context
+        return self.on_device(device_of(tensor))
 
     def all_reduce(
         self, op: ReduceOp, tensors: Sequence[torch.Tensor]

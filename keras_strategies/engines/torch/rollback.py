@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from keras_strategies.engines.torch.compat import version_of
+from keras_strategies.engines.torch.confirmed_steps import written_by_steps
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -53,7 +54,7 @@ class TorchRollback(RollbackDriver):
         if saved is None:
             saved = self._saved[model] = _SavedTensors()
         self._current = saved
-        late = _trained(model) if kind == "train" else set()
+        late = set(map(id, written_by_steps(model))) if kind == "train" else set()
         return _with_random_numbers(saved.save(all_variables(model), late))
 
     def save_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
@@ -136,12 +137,3 @@ def _with_random_numbers(restore: Callable[[], bool]) -> Callable[[], bool]:
         return restore()
 
     return undo
-
-
-def _trained(model: Any) -> set[int]:
-    """The identities of weights and of the optimizer's variables."""
-    optimizer = getattr(model, "optimizer", None)
-    found = list(model.trainable_variables)
-    if optimizer is not None:
-        found += optimizer.variables
-    return {id(variable) for variable in found}

@@ -176,7 +176,7 @@ class TorchTrainer(FitDriver):
         workers = self.placement.workers
         call = self._call
         if self._partitions_draws and not (call is None and model.jit_compile):
-            function = _partitioned(function)
+            function = partitioned_step()(function)
         if call is None:
             return function
         if model.jit_compile:
@@ -247,16 +247,6 @@ def counted(
         return replace(cost, source=source)
     source = f"{cost.source}; the peak is what Torch tracks without values"
     return replace(cost, peak=peak + others, source=source)
-
-
-def _partitioned(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A step in which random numbers are drawn in blocks of rows."""
-
-    def step(data: Any) -> Any:
-        with partitioned_step():
-            return function(data)
-
-    return step
 
 
 def _named(tensor: torch.Tensor, expected: Device) -> Device:

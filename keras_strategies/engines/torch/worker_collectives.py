@@ -240,15 +240,22 @@ class TorchCommunicator(Communicator):
                 return lost_worker(self.group, error)
         return error
 
-    def _wait(self, device: torch.device, begin: Callable[[], Any]) -> None:
-        with _naming_loss(self.group), self.group.clock.waiting():
-            work = begin()
-            if self._uses_nccl(device):
-                work.wait()
-            else:
-                wait_for(work, self._groups.get("gloo"), self._has_ended)
-        if self._uses_nccl(device):
-            self._works.add(work)
+    def _begin(
+        self, device: torch.device, begin: Callable[[Any], Any]
+    ) -> Callable[[], None]:
+        """Begins a collective of a process group; returns a callable that waits."""
+        with _naming_loss(self.group):
+            work = begin(self._engine(device))
+
+        def wait() -> None:
+            with _naming_loss(self.group), self.group.clock.waiting():
+                if self._uses_nccl(device):
+                    work.wait()
+                    self._works.add(work)
+                else:
+                    wait_for(work, self._groups.get("gloo"), self._has_ended)
+
+        return wait
 
     def _has_ended(self) -> bool:
         group = self.group
@@ -279,10 +286,16 @@ class TorchCommunicator(Communicator):
     def all_reduce(
         self, op: ReduceOp, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
+        return self._in_packs(tensors, lambda flat: self.start_all_reduce(op, flat)())
+
+    def _in_packs(
+        self, tensors: Sequence[torch.Tensor], exchange: Callable[[torch.Tensor], None]
+    ) -> list[torch.Tensor]:
+        """Results of a collective in place, of packs of tensors."""
         results: list[Any] = [None] * len(tensors)
         for indices in self.packs(tensors):
             pack = Pack([tensors[i] for i in indices])
-            self.start_all_reduce(op, pack.flat)()
+            exchange(pack.flat)
             for i, result in zip(indices, pack.tensors(), strict=True):
                 results[i] = result
         return results
@@ -330,11 +343,12 @@ class TorchCommunicator(Communicator):
         """
         options = dist.AllreduceOptions()
         options.reduceOp = _OPERATIONS.get(op, dist.ReduceOp.SUM)
-        with _naming_loss(self.group):
-            work = self._engine(flat.device).allreduce([flat], options)
+        wait = self._begin(
+            flat.device, lambda engine: engine.allreduce([flat], options)
+        )
 
         def finish() -> None:
-            self._wait(flat.device, lambda: work)
+            wait()
             if op is ReduceOp.MEAN:
                 flat.div_(self.group.count)
 
@@ -352,10 +366,9 @@ class TorchCommunicator(Communicator):
         Returns:
             A callable that waits, as that of `start_all_reduce`.
         """
-        with _naming_loss(self.group):
-            engine = self._engine(parts.device)
-            work = reduce_scatter_into(engine, own, parts.view(-1))
-        return lambda: self._wait(parts.device, lambda: work)
+        return self._begin(
+            own.device, lambda engine: reduce_scatter_into(engine, own, parts.view(-1))
+        )
 
     def start_all_gather(
         self, every: torch.Tensor, own: torch.Tensor
@@ -369,9 +382,9 @@ class TorchCommunicator(Communicator):
         Returns:
             A callable that waits, as that of `start_all_reduce`.
         """
-        with _naming_loss(self.group):
-            work = all_gather_into(self._engine(own.device), every, own)
-        return lambda: self._wait(own.device, lambda: work)
+        return self._begin(
+            own.device, lambda engine: all_gather_into(engine, every, own)
+        )
 
     def gather_rows(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         kind = tensor.dtype
@@ -392,17 +405,13 @@ class TorchCommunicator(Communicator):
     def broadcast(
         self, tensors: Sequence[torch.Tensor], source: int = 0
     ) -> list[torch.Tensor]:
-        tensors = [torch.as_tensor(tensor) for tensor in tensors]
-        results: list[Any] = [None] * len(tensors)
-        for indices in self.packs(tensors):
-            pack = Pack([tensors[i] for i in indices])
-            options = dist.BroadcastOptions()
-            options.rootRank = source
-            engine = self._engine(pack.flat.device)
-            begin = functools.partial(engine.broadcast, [pack.flat], options)
-            self._wait(pack.flat.device, begin)
-            for i, result in zip(indices, pack.tensors(), strict=True):
-                results[i] = result
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+
+        def exchange(flat: torch.Tensor) -> None:
+            self._begin(flat.device, lambda engine: engine.broadcast([flat], options))()
+
+        results = self._in_packs(list(map(torch.as_tensor, tensors)), exchange)
         self.confirm()
         return results
 

@@ -112,6 +112,8 @@ class CallProgram:
         NotCompiledError: if there is no program of the call.
     """
 
+    _form: _Form
+
     def __init__(
         self,
         plan: SplitPlan,
@@ -122,16 +124,21 @@ class CallProgram:
         rows: OwnRows | None,
     ):
         self._variables = list(variables)
-        self._form: _Form
-        trace = _Trace(plan, call, self._variables, len(slices), rows)
+        count = len(slices)
+
+        def traced(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            values = dict(zip(map(id, variables), tensors[count:], strict=True))
+            result, own, draws = _traced(plan, call, tensors[:count], values, rows)
+            flat, self._form = _results(plan, result, own, draws, tensors)
+            return flat
+
         like = [*slices, *map(state.read, self._variables)]
         # Patterns that the compiler looks for are traced with dropout of their own.
         with _lock, drawing(None), seeing_draws():
             try:
-                self._compiled = compile_call(trace, like, prepare)
+                self._compiled = compile_call(traced, like, prepare)
             except Exception as error:
                 raise _reason(error) from error
-        self._form = trace.form
 
     def call(
         self,
@@ -191,100 +198,90 @@ def _reason(error: BaseException) -> NotCompiledError:
     return NotCompiledError(f"{type(error).__name__}: {text}")
 
 
-class _Trace:
-    """The call on tensors without values; see `CallProgram`."""
+def _traced(
+    plan: SplitPlan,
+    call: CallOnReplica,
+    slices: Sequence[torch.Tensor],
+    values: dict[int, torch.Tensor],
+    rows: OwnRows | None,
+) -> tuple[ReplicaResult, ReplicaState, DrawsInProgram]:
+    """The call on tensors without values; see `CallProgram`.
 
-    form: _Form
+    Args:
+        plan: the plan of a call.
+        call: the call on a replica.
+        slices: tensors in the place of slices.
+        values: those in the place of variables, by the `id` of each.
+        rows: the rows of the replica if the call draws random numbers.
+    """
+    state = ReplicaState(lambda variable: _value(values, variable), assigned=_assigned)
+    draws = DrawsInProgram()
+    token = traced_draws.set(draws)
+    device = DeviceName(slices[0].device)
+    try:
+        with (
+            context.on_replica(_replica(plan)),
+            with_thread_state({**thread_state(), "torch_device": device}),
+            recomputing_in(computed_again, is_traced=True),
+        ):
+            return call(slices, state, rows), state, draws
+    finally:
+        traced_draws.reset(token)
 
-    def __init__(
-        self,
-        plan: SplitPlan,
-        call: CallOnReplica,
-        variables: Sequence[Any],
-        slices: int,
-        rows: OwnRows | None,
-    ):
-        self._plan = plan
-        self._call = call
-        self._variables = variables
-        self._slices = slices
-        self._rows = rows
 
-    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        slices, values = tensors[: self._slices], tensors[self._slices :]
-        read = dict(zip(map(id, self._variables), values, strict=True))
-        state = ReplicaState(
-            lambda variable: _value(read, variable),
-            assigned=_assigned,
-        )
-        draws = DrawsInProgram()
-        token = traced_draws.set(draws)
-        device = DeviceName(slices[0].device)
-        try:
-            with (
-                context.on_replica(self._replica()),
-                with_thread_state({**thread_state(), "torch_device": device}),
-                recomputing_in(computed_again, is_traced=True),
-            ):
-                result = self._call(slices, state, self._rows)
-        finally:
-            traced_draws.reset(token)
-        return self._results(result, state, draws, tensors)
+def _replica(plan: SplitPlan) -> context.ReplicaContext:
+    count = plan.row_split.replica_set.counts.total
 
-    def _replica(self) -> context.ReplicaContext:
-        count = self._plan.row_split.replica_set.counts.total
+    def on_read(name: str) -> None:
+        raise NotCompiledError(f"it reads `{name}` of its replica")
 
-        def on_read(name: str) -> None:
-            raise NotCompiledError(f"it reads `{name}` of its replica")
+    collectives = CollectivesInProgram(count)
+    return context.ReplicaContext(plan.strategy, 0, collectives, count, on_read)
 
-        collectives = CollectivesInProgram(count)
-        return context.ReplicaContext(
-            self._plan.strategy, 0, collectives, count, on_read
-        )
 
-    def _results(
-        self,
-        result: ReplicaResult,
-        state: ReplicaState,
-        draws: DrawsInProgram,
-        tensors: Sequence[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        calls = result.calls
-        if calls is not None:
-            # Torch decomposes its operations, below those that the code calls.
-            calls = [call for call in calls if "FakeTensor" not in call]
-        proved = self._plan.proof.calls.get(len(tensors[0]), calls)
-        if result.has_diverged or calls != proved:
-            raise NotCompiledError("its code computes something else in a trace")
-        leaves = result.leaves
-        outputs = [i for i, leaf in enumerate(leaves) if keras.ops.is_tensor(leaf)]
-        masks = [i for i in outputs if result.masks[i] is not None]
-        updates = list(state.updates.values())
-        if any(is_seed_state(variable) for variable, _ in updates):
-            raise NotCompiledError("it reads the state of a `SeedGenerator`")
-        flat = [
-            *(leaves[i] for i in outputs),
-            *(result.masks[i] for i in masks),
-            *(value.detach() for _, value in updates),
-            *result.losses,
-        ]
-        kept = ReplicaResult(
-            keras.tree.map_structure(
-                lambda leaf: None if keras.ops.is_tensor(leaf) else leaf,
-                result.outputs,
-            ),
-            ReplicaState(lambda variable: None),
-            [],
-            calls,
-            result.lines,
-        )
-        self.form = _Form(kept, outputs, masks, [v for v, _ in updates], draws)
-        differentiable = [i for i, x in enumerate(flat) if x.requires_grad]
-        if len(differentiable) > 1:
-            self.form.reached = {
-                i: frozenset(_reached(flat[i], tensors)) for i in differentiable
-            }
-        return tuple(flat)
+def _results(
+    plan: SplitPlan,
+    result: ReplicaResult,
+    state: ReplicaState,
+    draws: DrawsInProgram,
+    tensors: Sequence[torch.Tensor],
+) -> tuple[tuple[torch.Tensor, ...], _Form]:
+    """The tensors that a program returns, and their form."""
+    calls = result.calls
+    if calls is not None:
+        # Torch decomposes its operations, below those that the code calls.
+        calls = [call for call in calls if "FakeTensor" not in call]
+    proved = plan.proof.calls.get(len(tensors[0]), calls)
+    if result.has_diverged or calls != proved:
+        raise NotCompiledError("its code computes something else in a trace")
+    leaves = result.leaves
+    outputs = [i for i, leaf in enumerate(leaves) if keras.ops.is_tensor(leaf)]
+    masks = [i for i in outputs if result.masks[i] is not None]
+    updates = list(state.updates.values())
+    if any(is_seed_state(variable) for variable, _ in updates):
+        raise NotCompiledError("it reads the state of a `SeedGenerator`")
+    flat = [
+        *(leaves[i] for i in outputs),
+        *(result.masks[i] for i in masks),
+        *(value.detach() for _, value in updates),
+        *result.losses,
+    ]
+    kept = ReplicaResult(
+        keras.tree.map_structure(
+            lambda leaf: None if keras.ops.is_tensor(leaf) else leaf, result.outputs
+        ),
+        ReplicaState(lambda variable: None),
+        [],
+        calls,
+        result.lines,
+    )
+    form = _Form(kept, outputs, masks, [v for v, _ in updates], draws)
+    differentiable = [i for i, x in enumerate(flat) if x.requires_grad]
+    if len(differentiable) > 1:
+        form.reached = {
+            i: frozenset(_reached(flat[i], tensors)) for i in differentiable
+        }
+    return tuple(flat), form
 
 
 def _assigned(

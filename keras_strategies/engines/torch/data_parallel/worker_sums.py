@@ -202,7 +202,7 @@ class WorkerSums:
         largest_over_workers(self._targets, results, self._workers)
         if self._shards is not None:
             for i, target in enumerate(self._targets):
-                if target.is_overwritten and self._shards.has(target.variable):
+                if target.is_overwritten and self._shards.is_in_shards(target.tensor):
                     largest = results[i]
                     assert largest is not None
                     results[i] = self._shards.shards_of(largest, target.tensor)

@@ -46,7 +46,7 @@ class CallWeights:
     def __init__(self, packs: WeightPacks, layer: Any):
         self._packs = packs
         self._layer = layer
-        self._pack_of = packs.of_layer(layer)
+        self._of_layer = packs.of_layer(layer)
         self._saved = SavedWeights()
         self._copies: dict[int, torch.Tensor] = {}
         # The values of packs, that of the last read at the end; with the pack that is
@@ -150,13 +150,13 @@ class CallWeights:
 
     def _value(self, variable: Any, dtype: torch.dtype) -> torch.Tensor:
         """The full value of a variable, without gradient."""
-        pack = self._pack_of.get(id(variable))
-        if pack is None:
-            pack = self._packs.pack_of(self._layer, variable)
-        read = pack, dtype
+        of_layer = self._of_layer
+        if id(variable) not in of_layer.of:
+            of_layer.add(self._layer, variable, self._packs.workers)
+        read = of_layer.of[id(variable)], dtype
         if not self._reads:
-            self._before = self._packs.reads_of(self._layer, self._pass)
-            self._packs.note_reads(self._layer, self._pass, self._reads)
+            self._before = of_layer.reads.get(self._pass, ())
+            of_layer.reads[self._pass] = self._reads
         if not self._reads or self._reads[-1] != read:
             self._reads.append(read)
             self._turn_to(read)

@@ -50,10 +50,6 @@ class PackedWeights:
         self.ordinary = ordinary
         self._packs = WeightPacks(workers)
 
-    def has(self, variable: Any) -> bool:
-        """Whether a variable is in shards."""
-        return is_sharded(raw_value(variable))
-
     def of_call(self, layer: Any) -> CallWeights:
         """The weights in a new call of a layer."""
         return CallWeights(self._packs, layer)
@@ -108,14 +104,13 @@ class PackedWeights:
         return isinstance(getattr(hooks[0], "__self__", None), SavedWeights)
 
     @staticmethod
-    def value_with_gradient(variable: Any) -> torch.Tensor:
-        """The full value of a variable; a gradient of it is that of its shards.
+    def value_with_gradient(shards: DTensor) -> torch.Tensor:
+        """The full tensor of shards; a gradient of it is that of its shards.
 
         The gradient is the same in all processes, and can be differentiated again.
         """
         with torch.enable_grad():
-            found: torch.Tensor = _Full.apply(raw_value(variable))
-        return found
+            return _gathered(shards)
 
     @staticmethod
     def in_step() -> contextlib.AbstractContextManager[None]:
@@ -179,17 +174,10 @@ class _ReadShards(torch.autograd.Function):
         return _Shards.apply(gradient.to(ctx.shards.dtype), ctx.shards), None
 
 
-class _Full(torch.autograd.Function):
-    """The full tensor of shards."""
-
-    @staticmethod
-    def forward(ctx: Any, shards: DTensor) -> torch.Tensor:
-        ctx.shards = shards.detach()
-        return gather_shards(ctx.shards)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return _Shards.apply(gradient, ctx.shards)
+def _gathered(shards: DTensor) -> torch.Tensor:
+    """The full tensor of shards, with its gradient."""
+    found: torch.Tensor = _ReadShards.apply(shards, gather_shards(shards.detach()))
+    return found
 
 
 class _Shards(torch.autograd.Function):
@@ -202,4 +190,4 @@ class _Shards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> Any:  # type: ignore[override]
-        return _Full.apply(gradient), None
+        return _gathered(gradient), None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,31 +28,12 @@ def check_version(shards: DTensor, version: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where a gathered weight comes from: `again` gathers it."""
-
-    again: Callable[[], torch.Tensor]
-    memory: Any
-
-
-@dataclass(frozen=True)
-class _View:
-    """A tensor that autograd saves, in the memory of a gathered weight."""
-
-    source: _Source
-    #: Shape, stride, offset.
-    place: tuple[torch.Size, tuple[int, ...], int]
-
-    def again(self) -> torch.Tensor:
-        return self.source.again().as_strided(*self.place)
-
-
 class SavedWeights:
     """Keeps how to gather weights, where autograd would keep gathered weights."""
 
     def __init__(self) -> None:
-        self._sources: dict[int, _Source] = {}
+        # By the memory of a gathered weight: this memory, and what gathers it again.
+        self._sources: dict[int, tuple[Any, Callable[[], torch.Tensor]]] = {}
 
     def note(self, full: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
         """Takes a gathered weight.
@@ -63,7 +43,7 @@ class SavedWeights:
             again: gathers the same tensor.
         """
         memory = StorageWeakRef(full.untyped_storage())
-        self._sources[memory.cdata] = _Source(again, memory)
+        self._sources[memory.cdata] = memory, again
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -73,17 +53,18 @@ class SavedWeights:
 
     def _packed(self, tensor: torch.Tensor) -> Any:
         is_plain = not tensor.is_sparse and not isinstance(tensor, DTensor)
-        source = self._sources.get(storage_key(tensor)) if is_plain else None
+        found = self._sources.get(storage_key(tensor)) if is_plain else None
         # Another tensor may be where a weight was.
-        if source is None or source.memory.expired():
+        if found is None or found[0].expired():
             return tensor, version_of(tensor)
+        again = found[1]
         place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        return _View(source, place)
+        return lambda: again().as_strided(*place)
 
 
 def _unpacked(packed: Any) -> torch.Tensor:
-    if isinstance(packed, _View):
-        return packed.again()
+    if callable(packed):
+        return packed()  # type: ignore[no-any-return]
     tensor, version = packed
     if version_of(tensor) != version:
         raise RuntimeError(

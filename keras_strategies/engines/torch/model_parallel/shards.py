@@ -12,9 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from keras_strategies.engines.torch.compat import shards_like, spec_of
 
-#: The attribute of a tensor with its layout.
-_LAYOUT = "_keras_strategies_layout"
-
 
 @dataclass(frozen=True)
 class ShardLayout:
@@ -59,12 +56,8 @@ class ShardLayout:
 
 
 def layout_of(raw: Any) -> ShardLayout:
-    """The layout of a tensor in shards, which it keeps."""
-    found: ShardLayout | None = getattr(raw, _LAYOUT, None)
-    if found is None:
-        found = _layout_of(spec_of(raw))
-        setattr(raw, _LAYOUT, found)
-    return found
+    """The layout of a tensor in shards."""
+    return _layout_of(spec_of(raw))
 
 
 @functools.lru_cache(maxsize=2**14)

@@ -92,49 +92,48 @@ class Pass:
     is_backward: bool
 
 
+class LayerPacks:
+    """The packs that calls of a layer read.
+
+    Attributes:
+        of: the pack of a variable, by the variable's `id`.
+        reads: what the last pass of a kind has read, in its order.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[int, WeightPack] = {}
+        self.reads: dict[Pass, list[PackRead]] = {}
+
+    def add(self, layer: Any, variable: Any, workers: TorchCommunicator) -> None:
+        """Makes packs of a layer's variables in shards that have none, and of one."""
+        wanted = {id(each): each for each in (*layer.variables, variable)}
+        found = [
+            each
+            for key, each in wanted.items()
+            if key not in self.of and is_sharded(raw_value(each))
+        ]
+        for places in workers.packs(list(map(raw_value, found)), are_sharded=True):
+            pack = WeightPack([found[i] for i in places], workers)
+            self.of.update((id(each), pack) for each in pack.variables)
+
+
 class WeightPacks:
-    """The packs of all layers, and what their passes have read.
+    """The packs of all layers.
 
     Args:
         workers: the processes.
     """
 
     def __init__(self, workers: TorchCommunicator):
-        self._workers = workers
-        # For each layer that is called the pack of a variable, by the variable's `id`.
-        self._packs: weakref.WeakKeyDictionary[Any, dict[int, WeightPack]] = (
-            weakref.WeakKeyDictionary()
-        )
-        # For each layer what its last pass of a kind has read.
-        self._reads: weakref.WeakKeyDictionary[Any, dict[Pass, list[PackRead]]] = (
+        self.workers = workers
+        self._layers: weakref.WeakKeyDictionary[Any, LayerPacks] = (
             weakref.WeakKeyDictionary()
         )
         self._holder: CallWeights | None = None
 
-    def of_layer(self, layer: Any) -> dict[int, WeightPack]:
-        """The packs that calls of a layer have read, by the variable's `id`."""
-        return self._packs.setdefault(layer, {})
-
-    def pack_of(self, layer: Any, variable: Any) -> WeightPack:
-        """The pack of a variable in shards in calls of a layer."""
-        packs = self.of_layer(layer)
-        if id(variable) not in packs:
-            found = [v for v in layer.variables if id(v) not in packs and _has(v)]
-            if not any(each is variable for each in found):
-                found.append(variable)
-            raws = [raw_value(each) for each in found]
-            for places in self._workers.packs(raws, are_sharded=True):
-                pack = WeightPack([found[i] for i in places], self._workers)
-                packs.update((id(each), pack) for each in pack.variables)
-        return packs[id(variable)]
-
-    def reads_of(self, layer: Any, kind: Pass) -> Sequence[PackRead]:
-        """What the last pass of a kind of a layer has read, in its order."""
-        return self._reads.get(layer, {}).get(kind, ())
-
-    def note_reads(self, layer: Any, kind: Pass, reads: list[PackRead]) -> None:
-        """Takes a list to which a pass adds what it reads."""
-        self._reads.setdefault(layer, {})[kind] = reads
+    def of_layer(self, layer: Any) -> LayerPacks:
+        """The packs of a layer that is called."""
+        return self._layers.setdefault(layer, LayerPacks())
 
     def let_hold(self, holder: CallWeights) -> None:
         """Lets a call have values in memory; those of another one are freed."""
@@ -142,7 +141,3 @@ class WeightPacks:
             if self._holder is not None:
                 self._holder.free()
             self._holder = holder
-
-
-def _has(variable: Any) -> bool:
-    return is_sharded(raw_value(variable))

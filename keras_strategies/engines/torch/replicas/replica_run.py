@@ -100,7 +100,8 @@ class TorchRun(ReplicaRun):
             rows = functools.partial(_refuse_draws, self._kinds)
         args = self._on_replicas(args)
         kwargs = self._on_replicas(kwargs)
-        left = self._left_gradients()
+        count = len(self.placement.replicas)
+        left = LeftGradients(self._variables, self._with_gradients, count)
         merging = MergeContext(self, left)
         # Replicas share the objects that a function changes, so they take turns.
         collectives = ThreadCollectives(
@@ -127,10 +128,6 @@ class TorchRun(ReplicaRun):
             with self._variables.in_step():
                 self.commit(merging)
         return results
-
-    def _left_gradients(self) -> LeftGradients:
-        count = len(self.placement.replicas)
-        return LeftGradients(self._variables, self._with_gradients, count)
 
     def _on_replicas(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments with their tensors on the devices of the replicas."""

@@ -46,7 +46,7 @@ class ReplicaVariables:
         raw = raw_value(variable)
         if raw is None:
             return None
-        if self.shards is not None and self.shards.has(variable):
+        if self.shards is not None and self.shards.is_in_shards(raw):
             return _leaf(self.shards.full(raw), raw)
         device = self._devices[replica_id]
         if raw.device == device:
@@ -74,28 +74,26 @@ class ReplicaVariables:
             return contextlib.nullcontext()
         return self.shards.in_step()
 
-    def is_sharded(self, variable: Any) -> bool:
-        """Whether each worker has a shard of a variable."""
-        return self.shards is not None and self.shards.has(variable)
+    def _shards_of(self, tensor: Any) -> PackedWeights | None:
+        """What gathers a tensor; None if each worker has all of it."""
+        shards = self.shards
+        return shards if shards is not None and shards.is_in_shards(tensor) else None
 
     def with_shards(self, gradient: torch.Tensor, raw: Any) -> torch.Tensor:
         """A gradient as the tensor of a variable has it, which may be in shards."""
-        if self.shards is None or not self.shards.is_in_shards(raw):
-            return gradient
-        return self.shards.shards_of(gradient, raw)
+        shards = self._shards_of(raw)
+        return gradient if shards is None else shards.shards_of(gradient, raw)
 
     def without_shards(self, tensor: Any) -> Any:
         """The full tensor of one that may be in shards."""
-        if self.shards is None or not self.shards.is_in_shards(tensor):
-            return tensor
-        return self.shards.full(tensor)
+        shards = self._shards_of(tensor)
+        return tensor if shards is None else shards.full(tensor)
 
     def value(self, variable: Any) -> torch.Tensor:
         """The full value of a variable, with its gradient."""
-        if self.shards is not None and self.shards.has(variable):
-            return self.shards.value_with_gradient(variable)
         raw: torch.Tensor = raw_value(variable)
-        return raw
+        shards = self._shards_of(raw)
+        return raw if shards is None else shards.value_with_gradient(raw)
 
     def mirrors(self, variable: Any) -> list[tuple[Device, torch.Tensor]]:
         """The persistent copies on devices other than the variable's."""
