@@ -8,11 +8,16 @@ from typing import Any
 import keras
 
 
+def _copied(batch: Any) -> Callable[[], Any]:
+    copies = keras.tree.map_structure(lambda leaf: leaf.clone(), batch)
+    return lambda: copies
+
+
 def prepare_ahead(strategy: Any) -> Callable[[], None]:
     """Makes a strategy prepare batches ahead, as if its devices were accelerators.
 
-    Pinned memory, which needs a GPU, is a copy; on TensorFlow the device is a virtual
-    CPU other than the host.
+    On Torch a batch on its device is a copy; on TensorFlow the device is a virtual CPU
+    other than the host.
 
     Returns:
         A function that ends it, for strategies that other tests use.
@@ -22,11 +27,9 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
     placer = trainer.placer
     is_ahead = getattr(placer, "_ahead", None)
     if backend == "torch":
-        from keras_strategies.engines.torch import cuda_batches
+        from keras_strategies.engines.torch.cuda_batches import CudaPrefetcher
 
-        pinned = cuda_batches.pinned
-        cuda_batches.pinned = lambda leaf: leaf.clone()
-        trainer.placer = cuda_batches.PinningPrefetcher()
+        trainer.placer = CudaPrefetcher(_copied)
         if strategy.workers is not None:
             from keras_strategies.engines.torch.own_batches import (
                 OwnBatchPlacer,
@@ -45,8 +48,6 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
 
     def end() -> None:
         trainer.placer = placer
-        if backend == "torch":
-            cuda_batches.pinned = pinned
         if is_ahead is not None:
             placer._ahead = is_ahead
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
-import keras
 import torch
 
 from keras_strategies.engines.torch.devices import moved
@@ -73,11 +70,6 @@ def pinned(leaf: Any) -> Any:
     return leaf.pin_memory() if is_host and leaf.layout is torch.strided else leaf
 
 
-def pin_batch(batch: Any) -> Any:
-    """A copy of a batch in pinned memory, for rows of several devices."""
-    return keras.tree.map_structure(pinned, batch)
-
-
 def batch_prefetcher(home: torch.device, is_single: bool) -> BatchPrefetcher:
     """The prefetch of batches under a strategy.
 
@@ -85,9 +77,9 @@ def batch_prefetcher(home: torch.device, is_single: bool) -> BatchPrefetcher:
         home: the device of the variables.
         is_single: bool, whether all rows are computed there.
     """
-    if home.type != "cuda":
-        return HostReader()
-    return CudaPrefetcher(CudaMover(home)) if is_single else PinningPrefetcher()
+    if is_single and home.type == "cuda":
+        return CudaPrefetcher(CudaMover(home))
+    return HostReader()
 
 
 def device_rows(part: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -96,7 +88,7 @@ def device_rows(part: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class HostReader:
-    """Leaves the batches of `fit`, `evaluate` and `predict` on the host."""
+    """Leaves batches on the host, from where layer calls move rows to their devices."""
 
     def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:
         return iter(batches)
@@ -114,42 +106,3 @@ class CudaPrefetcher:
 
     def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:
         return prefetch_one(iter(batches), self._move)
-
-
-class PinningPrefetcher:
-    """Pins the batches of `fit`, `evaluate` and `predict` while a step runs.
-
-    For rows of several devices, which layer calls move. Batches are read by the thread
-    that trains, in the order of plain Keras: a source may draw from the random numbers
-    of the process. A thread pins the next one: with several workers, the host waits for
-    the collectives of each step, and would pin it while the devices are idle.
-    """
-
-    def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:
-        """The batches in pinned memory; an error is raised in the step of its batch."""
-        pinning: list[Future[Any]] = []
-
-        # An iterator of a loader draws from Torch's random numbers when it is made.
-        begun = iter(batches)
-
-        def read() -> Iterator[Any]:
-            for batch in begun:
-                yield batch
-                # The source may write the next one to the same memory.
-                wait(pinning)
-
-        def begin(batch: Any) -> Callable[[], Any]:
-            pinning[:] = [Future()]
-            # A thread for each batch: none is left when an epoch is not finished.
-            args = (pinning[0], batch)
-            threading.Thread(target=_pin, args=args, name="ks-input").start()
-            return pinning[0].result
-
-        return prefetch_one(read(), begin)
-
-
-def _pin(pinning: Future[Any], batch: Any) -> None:
-    try:
-        pinning.set_result(pin_batch(batch))
-    except BaseException as error:
-        pinning.set_exception(error)
