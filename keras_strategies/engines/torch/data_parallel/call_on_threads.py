@@ -257,7 +257,7 @@ class CallOnThreads(ReplicaExecutor):
         variables, weights = self._variables, self._weights
         if weights is None:
             read = functools.partial(variables.copy, replica_id)
-            return ReplicaState(read, _cast_copy, _assigned_value)
+            return ReplicaState(read, _cast_copy, assigned_value)
 
         def copy(variable: Any) -> torch.Tensor | None:
             found = weights.copy(variable)
@@ -268,7 +268,7 @@ class CallOnThreads(ReplicaExecutor):
             lambda value, dtype: (
                 weights.cast(value, getattr(torch, dtype)) or _cast_copy(value, dtype)
             ),
-            _assigned_value,
+            assigned_value,
             weights.used,
         )
 
@@ -367,7 +367,7 @@ class CallOnThreads(ReplicaExecutor):
                 "before the optimizer's step."
             )
         with with_thread_state(self._state), self._same_draws():
-            outputs = recomputed(boundary, self._variables.value, _assigned_value)
+            outputs = recomputed(boundary, self._variables.value, assigned_value)
         found = [output for output in outputs if is_float(output)]
         pairs = [
             (output, gradient)
@@ -427,21 +427,6 @@ def _cast_copy(value: torch.Tensor, dtype: str) -> torch.Tensor | None:
     if not value.requires_grad:
         return None
     return value.detach().to(getattr(torch, dtype)).requires_grad_()
-
-
-def _assigned_value(
-    variable: Any, read: Callable[[], torch.Tensor], value: torch.Tensor
-) -> torch.Tensor:
-    """The value that a replica reads after an assignment; see `ReplicaState`."""
-    current = read()
-    if current.requires_grad:
-        # Also if it is assigned without gradients, and read with them.
-        with torch.enable_grad():
-            return assigned_value(current, value)
-    value = value.detach()
-    # The variable's own memory changes when the assignments are merged, before the
-    # backward pass.
-    return value.clone() if value.data_ptr() == current.data_ptr() else value
 
 
 class _Boundary(torch.autograd.Function):

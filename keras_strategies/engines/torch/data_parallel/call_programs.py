@@ -214,7 +214,9 @@ def _traced(
         values: those in the place of variables, by the `id` of each.
         rows: the rows of the replica if the call draws random numbers.
     """
-    state = ReplicaState(lambda variable: _value(values, variable), assigned=_assigned)
+    state = ReplicaState(
+        lambda variable: _value(values, variable), assigned=assigned_value
+    )
     draws = DrawsInProgram()
     token = traced_draws.set(draws)
     device = DeviceName(slices[0].device)
@@ -282,17 +284,6 @@ def _results(
             i: frozenset(_reached(flat[i], tensors)) for i in differentiable
         }
     return tuple(flat), form
-
-
-def _assigned(
-    variable: Any, read: Callable[[], torch.Tensor], value: torch.Tensor
-) -> torch.Tensor:
-    """The value that is read after an assignment, in memory of its own."""
-    current = read()
-    if not current.requires_grad:
-        return value.detach().clone()
-    with torch.enable_grad():
-        return assigned_value(current, value)
 
 
 def _value(values: dict[int, torch.Tensor], variable: Any) -> torch.Tensor:

@@ -179,9 +179,9 @@ class CallWeights:
             # Another order than that of the last pass.
             self._drop_ahead()
         if values is None:
-            values = _gather(read).values()
+            values = read[0].gather(read[1]).values()
         if following is not None and following not in self._kept:
-            self._ahead = following, _gather(following)
+            self._ahead = following, following[0].gather(following[1])
         self._kept[read] = values
 
     def _following(self) -> PackRead | None:
@@ -190,11 +190,6 @@ class CallWeights:
         if self._before[place - 1 : place] != self._reads[-1:]:
             self._before = ()
         return self._before[place] if place < len(self._before) else None
-
-
-def _gather(read: PackRead) -> Gather:
-    pack, dtype = read
-    return pack.gather(dtype)
 
 
 class _Read(torch.autograd.Function):

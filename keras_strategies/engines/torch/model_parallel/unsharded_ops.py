@@ -52,22 +52,11 @@ _OF_ENTRIES = frozenset(
 class UnshardedOps(TorchDispatchMode):
     """Dispatch mode that runs operations on shards, or on full tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._depth = 0
-
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Enters the mode; reentrant."""
-        self._depth += 1
-        try:
-            if self._depth > 1:
-                yield
-            else:
-                with self:
-                    yield
-        finally:
-            self._depth -= 1
+        with contextlib.nullcontext() if self in dispatch_modes() else self:
+            yield
 
     @contextlib.contextmanager
     def left(self) -> Iterator[None]:
