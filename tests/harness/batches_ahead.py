@@ -27,9 +27,9 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
     placer = trainer.placer
     is_ahead = getattr(placer, "_ahead", None)
     if backend == "torch":
-        from keras_strategies.engines.torch.cuda_batches import CudaPrefetcher
+        from keras_strategies.engines.torch.cuda_batches import BatchPrefetcher
 
-        trainer.placer = CudaPrefetcher(_copied)
+        trainer.placer = BatchPrefetcher(_copied)
         if strategy.workers is not None:
             from keras_strategies.engines.torch.own_batches import (
                 OwnBatchPlacer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -54,13 +54,6 @@ class CudaMover:
         return pinned(leaf).to(self._device, non_blocking=True)
 
 
-class BatchPrefetcher(Protocol):
-    """Prefetches the batches of `fit`, `evaluate` and `predict`."""
-
-    def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:
-        """A pass over the batches, which begins now; see `LoaderPlacer`."""
-
-
 def pinned(leaf: Any) -> Any:
     """A dense tensor of the host in pinned memory; other values unchanged.
 
@@ -70,39 +63,23 @@ def pinned(leaf: Any) -> Any:
     return leaf.pin_memory() if is_host and leaf.layout is torch.strided else leaf
 
 
-def batch_prefetcher(home: torch.device, is_single: bool) -> BatchPrefetcher:
-    """The prefetch of batches under a strategy.
-
-    Args:
-        home: the device of the variables.
-        is_single: bool, whether all rows are computed there.
-    """
-    if is_single and home.type == "cuda":
-        return CudaPrefetcher(CudaMover(home))
-    return HostReader()
-
-
 def device_rows(part: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A replica's rows on its device; the host does not wait for their transfer."""
     return moved(pinned(part) if device.type == "cuda" else part, device)
 
 
-class HostReader:
-    """Leaves batches on the host, from where layer calls move rows to their devices."""
-
-    def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:
-        return iter(batches)
-
-
-class CudaPrefetcher:
-    """Prefetches the batches of `fit`, `evaluate` and `predict` to a device.
+class BatchPrefetcher:
+    """Prefetches the batches of `fit`, `evaluate` and `predict`.
 
     Args:
-        move: begins to move a batch.
+        move: begins to move a batch to its device; None to leave batches on the host,
+            from where layer calls move rows.
     """
 
-    def __init__(self, move: Mover):
+    def __init__(self, move: Mover | None):
         self._move = move
 
     def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:
-        return prefetch_one(iter(batches), self._move)
+        """A pass over the batches, which begins now."""
+        begun = iter(batches)
+        return begun if self._move is None else prefetch_one(begun, self._move)

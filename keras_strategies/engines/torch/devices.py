@@ -39,9 +39,7 @@ class DeviceName(str):
         return str.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
-        if isinstance(other, torch.device):
-            return other != self._device
-        return str.__ne__(self, other)
+        return not self == other
 
     __hash__ = str.__hash__
 

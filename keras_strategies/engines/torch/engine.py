@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -42,9 +43,14 @@ class TorchEngine(Engine):
     name = "torch"
     has_python_per_device = True
     gathers_shards = True
+    lacks = MappingProxyType(
+        {
+            Feature.TPUS: "Torch runs on TPUs by torch_xla only, which this package "
+            "does not use. Set KERAS_BACKEND=jax.",
+        }
+    )
 
     def __init__(self) -> None:
-        self.lacks = _lacks()
         self._virtual_cpus = 1
 
     def when_differentiated(
@@ -152,10 +158,3 @@ class TorchEngine(Engine):
         fit = TorchTrainer(strategy)
         run = TorchRun(strategy, fit.threads, fit.variables)
         return Drivers(fit, run, checkpoints=checkpoints, rollback=fit.rollback)
-
-
-def _lacks() -> Mapping[Feature, str]:
-    return {
-        Feature.TPUS: "Torch runs on TPUs by torch_xla only, which this package does "
-        "not use. Set KERAS_BACKEND=jax.",
-    }

@@ -50,10 +50,7 @@ class TorchRollback(RollbackDriver):
         return step(batches)
 
     def save_state(self, model: Any, kind: str) -> Callable[[], bool]:
-        saved = self._saved.get(model)
-        if saved is None:
-            saved = self._saved[model] = _SavedTensors()
-        self._current = saved
+        saved = self._current = self._saved.setdefault(model, _SavedTensors())
         late = set(map(id, written_by_steps(model))) if kind == "train" else set()
         return _with_random_numbers(saved.save(all_variables(model), late))
 

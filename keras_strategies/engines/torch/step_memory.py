@@ -50,7 +50,7 @@ def step_peak(
         with memory_tracker() as passes:
             own = _values(variables, own_shape, device)
             state = tracked_bytes(passes, "current")
-            sharded = _sharded(model, own_shape)
+            sharded = [v for v in model.variables if tuple(own_shape(v)) != v.shape]
             full = {**own, **_values(sharded, _shape, device, model.compute_dtype)}
             gathered = tracked_bytes(passes, "current") - state
             _compute_passes(model, _rows(batch, share, device), full)
@@ -100,10 +100,6 @@ def _rows(batch: Any, share: int, device: torch.device) -> Any:
 
 def _shape(variable: Any) -> tuple[int, ...]:
     return tuple(variable.shape)
-
-
-def _sharded(model: Any, own_shape: Callable[[Any], Sequence[int]]) -> list[Any]:
-    return [v for v in model.variables if tuple(own_shape(v)) != _shape(v)]
 
 
 def read_dtype(variable: Any, compute_dtype: str | None) -> torch.dtype:

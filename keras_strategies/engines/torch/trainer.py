@@ -17,7 +17,7 @@ from keras_strategies.engines.torch.confirmed_steps import (
     confirmed,
     written_by_steps,
 )
-from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
+from keras_strategies.engines.torch.cuda_batches import BatchPrefetcher, CudaMover
 from keras_strategies.engines.torch.data_parallel.compiled_calls import (
     compiled_calls,
 )
@@ -107,9 +107,11 @@ class TorchTrainer(FitDriver):
             self.rollback = TorchRollback(self._call, workers)
         home = torch_device(self.placement.variables)
         # With several replicas, each layer call moves their rows from the host.
-        self.placer = batch_prefetcher(home, self.placement.is_single)
+        is_moved = self.placement.is_single and home.type == "cuda"
+        whole = BatchPrefetcher(CudaMover(home) if is_moved else None)
+        self.placer: BatchPrefetcher | OwnBatchPlacer = whole
         if workers is not None and self._call is not None:
-            self.placer = OwnBatchPlacer(self.placement, self._call, self.placer)
+            self.placer = OwnBatchPlacer(self.placement, self._call, whole)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

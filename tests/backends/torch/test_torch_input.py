@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.engines.torch.cuda_batches import CudaPrefetcher
+from keras_strategies.engines.torch.cuda_batches import CudaMover
 
 X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -27,7 +27,7 @@ def test_fit_on_a_gpu_gets_its_batches_there():
     results = []
     for place in (False, True):
         strategy = ks.OneDeviceStrategy("gpu:0")
-        assert isinstance(strategy.drivers.fit.placer, CudaPrefetcher)
+        assert isinstance(strategy.drivers.fit.placer._move, CudaMover)
         if not place:
             strategy.drivers.fit.placer = None
         keras.utils.set_random_seed(0)

@@ -122,14 +122,8 @@ class CompiledCalls:
             or not isinstance(call.layer, keras.layers.Layer)
         ):
             return None
-        kinds = self._kinds.get(call.layer)
-        if kinds is None:
-            kinds = self._kinds[call.layer] = {}
-        key = _key(plan, slices)
-        found = kinds.get(key)
-        if found is None:
-            found = kinds[key] = _Kind()
-        return found
+        kinds = self._kinds.setdefault(call.layer, {})
+        return kinds.setdefault(_key(plan, slices), _Kind())
 
     def programs(
         self,

@@ -44,6 +44,13 @@ if TYPE_CHECKING:
 
 #: Draws that take more numbers for some parameters than for others.
 _OF_PARAMETERS = frozenset(["beta", "binomial", "gamma"])
+_IN_CHECKPOINT = (
+    "A layer is called in `torch.utils.checkpoint.checkpoint` by a step. Its backward "
+    "pass calls the layer again, which replicas cannot do each by itself, so the layer "
+    "runs on one device with the unsplit batch, which is exact but not parallel. Call "
+    "the checkpoint inside the layer's `call`, or use `keras.RematScope`, to run it on "
+    "all replicas."
+)
 
 
 class TorchLayerCalls(LayerCallDriver):
@@ -71,22 +78,12 @@ class TorchLayerCalls(LayerCallDriver):
 
     def can_split(self, tensors: Sequence[Any]) -> bool:
         if is_in_checkpoint():
-            self._warn_of_checkpoint()
+            if not self._has_warned:
+                self._has_warned = True
+                warn_user(_IN_CHECKPOINT)
             return False
         # In transforms of `torch.func`, derivatives have levels of their thread.
         return not is_transformed()
-
-    def _warn_of_checkpoint(self) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warn_user(
-            "A layer is called in `torch.utils.checkpoint.checkpoint` by a step. Its "
-            "backward pass calls the layer again, which replicas cannot do each by "
-            "itself, so the layer runs on one device with the unsplit batch, which is "
-            "exact but not parallel. Call the checkpoint inside the layer's `call`, or "
-            "use `keras.RematScope`, to run it on all replicas."
-        )
 
     def foreign_variables(self, layer: Any) -> str | None:
         wrappers = [] if is_declared(layer) else torch_module_wrappers(layer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -195,7 +196,7 @@ class CollectivesInProgram(ReplicaCollectives):
 
     def __init__(self, count: int):
         self._count = count
-        self._calls = 0
+        self._numbers = itertools.count(1)
 
     def all_reduce(
         self, replica: int, op: ReduceOp, tensors: Sequence[Any]
@@ -203,7 +204,8 @@ class CollectivesInProgram(ReplicaCollectives):
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise NotCompiledError(f"it calls `all_reduce` with {op.name}")
         return [
-            _OPS.all_reduce(tensor, self._next(), op.name, False) for tensor in tensors
+            _OPS.all_reduce(tensor, next(self._numbers), op.name, False)
+            for tensor in tensors
         ]
 
     def all_gather(
@@ -212,17 +214,14 @@ class CollectivesInProgram(ReplicaCollectives):
         if axis or not are_equal:
             raise NotCompiledError("it calls `all_gather`")
         return [
-            _OPS.all_gather(tensor, self._next(), self._count) for tensor in tensors
+            _OPS.all_gather(tensor, next(self._numbers), self._count)
+            for tensor in tensors
         ]
 
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
         raise NotCompiledError("it calls `merge_call`")
-
-    def _next(self) -> int:
-        self._calls += 1
-        return self._calls
 
 
 class DrawsInProgram:

@@ -41,6 +41,10 @@ class PackedWeights:
         ordinary: makes a context for operations on ordinary tensors.
     """
 
+    is_in_shards = staticmethod(is_sharded)
+    as_shards = staticmethod(as_shards)
+    in_step = staticmethod(in_step)
+
     def __init__(
         self,
         workers: TorchCommunicator,
@@ -94,11 +98,6 @@ class PackedWeights:
         return gather_shards(shards.detach())  # type: ignore[no-any-return]
 
     @staticmethod
-    def is_in_shards(tensor: torch.Tensor) -> bool:
-        """Whether each process has a shard of a tensor."""
-        return is_sharded(tensor)
-
-    @staticmethod
     def saves(hooks: tuple[Any, Any]) -> bool:
         """Whether `saved_tensors_hooks` are those of a call on all rows."""
         return isinstance(getattr(hooks[0], "__self__", None), SavedWeights)
@@ -113,11 +112,6 @@ class PackedWeights:
             return _gathered(shards)
 
     @staticmethod
-    def in_step() -> contextlib.AbstractContextManager[None]:
-        """Entered around steps, in which all processes assign equal values."""
-        return in_step()
-
-    @staticmethod
     def shards_of(full: torch.Tensor, like: DTensor) -> DTensor:
         """The shards of a tensor that is equal in all processes."""
         return _Shards.apply(full, like)  # type: ignore[no-any-return]
@@ -127,11 +121,6 @@ class PackedWeights:
         """The layout of a variable; None without shards."""
         raw = raw_value(variable)
         return layout_of(raw) if is_sharded(raw) else None
-
-    @staticmethod
-    def as_shards(own: torch.Tensor, like: DTensor) -> DTensor:
-        """A tensor of which this process has the shard `own`."""
-        return as_shards(own, like)
 
 
 class _FullVariables(StatePolicy):

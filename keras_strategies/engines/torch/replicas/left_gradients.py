@@ -162,7 +162,7 @@ class LeftGradients:
         variables = [self._known[key] for key in found]
         raws = list(map(raw_value, variables))
         self.restore()
-        for raw, gradient in self.replicas[0].views():
+        for raw, gradient in self.replicas[0].views.values():
             raw.grad = None if gradient is None else self._like(raw, gradient)
         for replica in self.replicas:
             replica.clear()
@@ -209,7 +209,8 @@ class ReplicaGradients:
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # By the id of a parameter.
         self._copies_of: dict[int, list[torch.Tensor]] = {}
-        self._views: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        #: Parameters whose gradients were read or replaced, with these, also by id.
+        self.views: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def copied(self, variable: Any, copy: Any) -> Any:
         """Returns a copy of a variable that the replica will compute with."""
@@ -236,12 +237,12 @@ class ReplicaGradients:
             replica = context.current_replica()
             assert replica is not None
             replica.merge_call(lambda strategy: None)
-        if id(raw) not in self._views:
+        if id(raw) not in self.views:
             found = self._run.of_all(raw)
             if found is not None and self._run.is_shared:
                 found = found.detach().clone()
-            self._views[id(raw)] = raw, found
-        return self._views[id(raw)][1]
+            self.views[id(raw)] = raw, found
+        return self.views[id(raw)][1]
 
     def set(self, raw: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Replaces the gradient of a parameter on this replica."""
@@ -249,7 +250,7 @@ class ReplicaGradients:
             copy.grad = None
         if self._run.direct(raw) is not None:
             raw.grad = None
-        self._views[id(raw)] = raw, gradient
+        self.views[id(raw)] = raw, gradient
 
     def left(self, key: int) -> torch.Tensor | None:
         """What `backward()` has left on the copies of a variable."""
@@ -264,13 +265,9 @@ class ReplicaGradients:
             )
         return sum(parts[1:], start=parts[0]) if parts else None
 
-    def views(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Parameters whose gradients were read or replaced, with these."""
-        return iter(self._views.values())
-
     def clear(self) -> None:
         """Drops what was left and read, since it has been summed."""
-        self._views.clear()
+        self.views.clear()
         for copy, _ in self._copies.values():
             copy.grad = None
 
@@ -284,7 +281,7 @@ class ReplicaGradients:
         Raises:
             InvalidArgumentError: for some that may be computed from sums.
         """
-        read = {key: view for key, (_, view) in self._views.items() if view is not None}
+        read = {key: view for key, (_, view) in self.views.items() if view is not None}
         if variables is not None:
             keys = [id(raw_value(variable)) for variable in variables]
             read = {key: read[key] for key in keys if key in read}
