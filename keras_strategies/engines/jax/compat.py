@@ -58,16 +58,6 @@ PRIVATE_NAMES = (
         ("JVPTrace", "LinearizeTrace"),
         "Calls of models in a function that is differentiated.",
     ),
-    Private(
-        "jax._src.interpreters.partial_eval.DynamicJaxprTracer",
-        ("parent",),
-        "Gradients that are transpositions.",
-    ),
-    Private(
-        "jax._src.interpreters.partial_eval.TracingEqn",
-        ("in_tracers", "params", "primitive"),
-        "Gradients that are transpositions.",
-    ),
 )
 
 
@@ -102,18 +92,6 @@ def is_differentiating() -> bool:
     from jax._src.interpreters import ad
 
     return isinstance(core.trace_ctx.trace, (ad.JVPTrace, ad.LinearizeTrace))
-
-
-def transposed(traced: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """The argument and the permutation of the transposition that a value results from.
-
-    JAX 0.10: `DynamicJaxprTracer.parent`. None for the result of something else.
-    """
-    equation = getattr(traced, "parent", None)
-    if equation is None or equation.primitive.name != "transpose":
-        return None
-    (argument,) = equation.in_tracers
-    return argument, equation.params["permutation"]
 
 
 # A day: the group's hub detects lost workers, in seconds.

@@ -10,7 +10,6 @@ import keras
 from jax import lax
 from jax import numpy as jnp
 
-from keras_strategies.engines.jax.compat import transposed
 from keras_strategies.errors import GatherError
 from keras_strategies.types import ReduceOp
 
@@ -43,18 +42,8 @@ def all_reduce_over(op: ReduceOp, leaf: Any, axis: str) -> Any:
 
 
 def sums_over(tensors: list[Any], axis: str) -> list[Any]:
-    """Sums tensors along the replica axis, in one collective.
-
-    The gradient of a kernel is the transposition of a matrix product. It is summed
-    before it is transposed, as in programs that XLA has partitioned. Otherwise XLA
-    would multiply transposed matrices instead, which takes longer on CPUs.
-    """
-    found = [transposed(tensor) or (tensor, None) for tensor in tensors]
-    totals = lax.psum([_widened(tensor) for tensor, _ in found], axis)
-    totals = [
-        total if axes is None else lax.transpose(total, axes)
-        for total, (_, axes) in zip(totals, found, strict=True)
-    ]
+    """Sums tensors along the replica axis, in one collective."""
+    totals = lax.psum(list(map(_widened, tensors)), axis)
     return list(map(_rounded, totals, tensors))
 
 
