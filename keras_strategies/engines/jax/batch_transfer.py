@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_strategies.engines.jax.array_placement import host_copy, local_value, put
 from keras_strategies.engines.jax.function.sharded_values import ShardedValues
-from keras_strategies.engines.jax.run.replica_program import REPLICA_AXIS
+from keras_strategies.layouts import BATCH_AXIS
 from keras_strategies.values import regroup
 
 
@@ -28,8 +28,8 @@ class BatchTransfer:
         self._shardings = list(map(jax.sharding.SingleDeviceSharding, devices))
         self._split: jax.NamedSharding | None = None
         if len(set(devices)) == len(devices) > 1:
-            mesh = jax.sharding.Mesh(np.array(devices), (REPLICA_AXIS,))
-            self._split = jax.NamedSharding(mesh, jax.P(REPLICA_AXIS))
+            mesh = jax.sharding.Mesh(np.array(devices), (BATCH_AXIS,))
+            self._split = jax.NamedSharding(mesh, jax.P(BATCH_AXIS))
 
     def __call__(self, parts: Sequence[Any]) -> Callable[[], Any]:
         leaves, structures = zip(*map(jax.tree.flatten, parts), strict=True)

@@ -145,15 +145,14 @@ class JaxEngine(Engine):
         placement = strategy.placement
         if placement.is_single:
             one = OneDeviceTrainer(strategy)
-            return Drivers(one, JaxRun(strategy, lambda: one.devices), checkpoints=one)
+            return Drivers(one, JaxRun(strategy), checkpoints=one)
         use_signed_indices()
         use_unsharded_windows()
         if placement.mesh is not None:
             sharded = ModelParallelTrainer(strategy)
-            mesh = sharded.distribution.device_mesh.backend_mesh
-            run = JaxRun(strategy, lambda: sharded.devices, mesh, sharded.sharding_of)
+            run = JaxRun(strategy, lambda: sharded.mesh, sharded.sharding_of)
             return Drivers(sharded, run, sharded, sharded)
         kind = MeshTrainer if placement.mirrored else CentralStorageTrainer
         fit = kind(strategy)
-        run = JaxRun(strategy, lambda: fit.devices)
+        run = JaxRun(strategy, lambda: fit.mesh)
         return Drivers(fit, run, fit, fit, rollback=fit.rollback)

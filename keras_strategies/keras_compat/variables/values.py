@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
 
 
 def raw_value(variable: Any) -> Any:
@@ -48,30 +50,43 @@ def _autocast_scope_getter() -> Callable[[], Any]:
     return get_autocast_scope  # type: ignore[no-any-return]
 
 
-class IdSet:
-    """A set of objects by identity, with weak references."""
+class IdMap(Generic[T]):
+    """Values of objects by identity, with weak references to the objects."""
 
     def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Any]] = {}
+        self._found: dict[int, tuple[weakref.ref[Any], T]] = {}
 
-    def add(self, value: Any) -> None:
-        key = id(value)
-        self._references[key] = weakref.ref(
-            value, lambda _: self._references.pop(key, None)
-        )
+    def get(self, key: Any) -> T | None:
+        """The value of an object; None without one."""
+        reference, value = self._found.get(id(key), (None, None))
+        return value if reference is not None and reference() is key else None
 
-    def discard(self, value: Any) -> None:
-        self._references.pop(id(value), None)
+    def set(self, key: Any, value: T) -> None:
+        """Sets the value of an object, for as long as the object lives."""
+        number = id(key)
+        gone = weakref.ref(key, lambda _: self._found.pop(number, None))
+        self._found[number] = (gone, value)
+
+    def discard(self, key: Any) -> None:
+        """Drops the value of an object."""
+        self._found.pop(id(key), None)
 
     def __iter__(self) -> Iterator[Any]:
-        for reference in list(self._references.values()):
-            value = reference()
-            if value is not None:
-                yield value
+        for reference, _ in list(self._found.values()):
+            key = reference()
+            if key is not None:
+                yield key
 
-    def __contains__(self, value: Any) -> bool:
-        reference = self._references.get(id(value))
-        return reference is not None and reference() is value
+    def __contains__(self, key: Any) -> bool:
+        return self.get(key) is not None
+
+
+class IdSet(IdMap[bool]):
+    """A set of objects by identity, with weak references."""
+
+    def add(self, value: Any) -> None:
+        """Adds an object."""
+        self.set(value, True)
 
 
 def guard_value(variable: Any, check: Callable[[Any], None]) -> None:

@@ -20,6 +20,7 @@ from keras_strategies.engines.jax.fit.partitioned_step import (
     PartitionedStep,
     marked_update,
 )
+from keras_strategies.engines.jax.recorded_results import call_recorded
 from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
 from keras_strategies.runtime.placement import StepCost, mirrored_step_cost
@@ -113,26 +114,16 @@ class _CompiledStep(_CentralStep):
         self, program: PartitionedStep, values: dict[Any, Any], new: list[Any]
     ) -> list[Any]:
         """Runs the update, and records the new state as soon as it exists."""
-        arguments = [[array] for array in program.update_arguments(values)]
-        # As in `CompiledStep`: no interrupt between the call and the list.
-        results: list[Any] = []
-        try:
-            results.extend(map(program.at_home, *arguments))
-        finally:
-            if results:
-                try:
-                    self._record(program, results[0], new)
-                except KeyboardInterrupt:
-                    self._record(program, results[0], new)
-                    raise
-        return results[0]  # type: ignore[no-any-return]
 
-    def _record(
-        self, program: PartitionedStep, updated: list[Any], new: list[Any]
-    ) -> None:
-        for i, position in program.updates:
-            new[i] = updated[position]
-        record_jax_state(self._model, self._kind, self._groups(new))
+        def record(updated: list[Any]) -> None:
+            for i, position in program.updates:
+                new[i] = updated[position]
+            record_jax_state(self._model, self._kind, self._groups(new))
+
+        found: list[Any] = call_recorded(
+            program.at_home, program.update_arguments(values), record
+        )
+        return found
 
     def _program(self, state: Sequence[jax.Array], batch: Any) -> PartitionedStep:
         arrays, structure = jax.tree.flatten(batch)

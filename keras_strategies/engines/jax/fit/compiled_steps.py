@@ -1,13 +1,4 @@
-"""Compiled steps, and the functions around them that Keras's loops call.
-
-# Recording the state
-
-A compiled step donates its state: new values overwrite the old arrays. Keras empties
-the variables while a loop runs. An exception between the two, bad data or Ctrl-C, would
-leave a model without weights. So the state is recorded before a step reads its batch,
-and again when it returns, with no bytecode in between at which Python could raise a
-KeyboardInterrupt. One that is raised while the state is recorded has it recorded again.
-"""
+"""Compiled steps, and the functions around them that Keras's loops call."""
 
 from __future__ import annotations
 
@@ -29,6 +20,7 @@ from keras_strategies.engines.jax.padded_rows import (
     pad_outputs,
     without_padding,
 )
+from keras_strategies.engines.jax.recorded_results import call_recorded
 from keras_strategies.engines.jax.workers.awaited_program import AwaitedProgram
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
@@ -161,20 +153,12 @@ class CompiledStep:
         return program
 
     def _run(self, state: Any, batch: Any, count: int | None) -> tuple[Any, Any]:
-        results: list[Any] = []
+        def record(results: tuple[Any, Any]) -> None:
+            record_jax_state(self._model, self._kind, results[1])
+
         program = self._program_of(state, count)
-        try:
-            # `extend` and `map` run in C, and so does a compiled program: an
-            # interrupt is raised before the call or when its result is in the list.
-            results.extend(map(program, *zip((*state, batch), strict=True)))
-        finally:
-            if results:
-                try:
-                    record_jax_state(self._model, self._kind, results[0][1])
-                except KeyboardInterrupt:
-                    record_jax_state(self._model, self._kind, results[0][1])
-                    raise
-        return results[0]
+        found: tuple[Any, Any] = call_recorded(program, (*state, batch), record)
+        return found
 
     def _jitted(self, state: Any, step: Step) -> Any:
         changed = DONATED[self._kind]

@@ -73,8 +73,6 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         self.home = jax_device(self.placement.variables)
         # Of the outermost open scope, if it has made `home` the default device.
         self._entered_home: contextlib.ExitStack | None = None
-        #: The devices of all replicas, those of other workers too.
-        self.devices = [jax_device(device) for device in self.placement.replicas]
 
     @property
     def input_placer(self) -> BatchPlacer:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import jax
+
+from keras_strategies.keras_compat.variables.values import IdMap
 
 
 class MeshCopies:
@@ -20,7 +21,7 @@ class MeshCopies:
 
     def __init__(self, replicated: jax.sharding.Sharding):
         self._replicated = replicated
-        self._cache: dict[int, tuple[weakref.ref[jax.Array], jax.Array]] = {}
+        self._copies: IdMap[jax.Array] = IdMap()
 
     def get(
         self, arrays: Sequence[jax.Array], cached: Sequence[bool]
@@ -37,16 +38,9 @@ class MeshCopies:
         for i, copy in zip(missing, copied, strict=True):
             known[i] = copy
             if cached[i]:
-                self._add(arrays[i], copy)
+                self._copies.set(arrays[i], copy)
         return [copy for copy in known if copy is not None]
 
     def _known(self, array: jax.Array) -> jax.Array | None:
-        if array.sharding == self._replicated:
-            return array  # The output of a step.
-        reference, copy = self._cache.get(id(array), (None, None))
-        return copy if reference is not None and reference() is array else None
-
-    def _add(self, array: jax.Array, copy: jax.Array) -> None:
-        key = id(array)
-        remove = weakref.ref(array, lambda _: self._cache.pop(key, None))
-        self._cache[key] = (remove, copy)
+        is_output = array.sharding == self._replicated
+        return array if is_output else self._copies.get(array)

@@ -43,20 +43,24 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
     split_rows = staticmethod(padded_sizes)
 
     def __init__(self, strategy: StrategyCore, distribution: StrategyDistribution):
-        mesh = distribution.device_mesh.backend_mesh
+        self._distribution = distribution
         workers = strategy.workers
         assert workers is None or isinstance(workers, JaxCommunicator)
-        placer = MeshPlacer(mesh, workers)
+        placer = MeshPlacer(self.mesh, workers)
         super().__init__(strategy, placer)
         self.mesh_placer = placer
-        self._distribution = distribution
         self._note_mesh()
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The devices of all replicas, those of other workers too."""
+        mesh: jax.sharding.Mesh = self._distribution.device_mesh.backend_mesh
+        return mesh
 
     def _note_mesh(self) -> None:
         layout = self._distribution.own_layout(None).backend_layout
-        mesh = self._distribution.device_mesh.backend_mesh
         self._devices = layout.device_set
-        self.replicated = jax.NamedSharding(mesh, jax.P())
+        self.replicated = jax.NamedSharding(self.mesh, jax.P())
 
     @property
     def distribution(self) -> StrategyDistribution:
@@ -113,7 +117,6 @@ class MeshTrainer(DistributionTrainer):
             assert isinstance(workers, JaxCommunicator)
             devices = workers.devices_of(strategy.placement.replicas)
         super().__init__(strategy, distribution or StrategyDistribution(devices))
-        self.devices = list(self.replicated.mesh.devices.flat)
         self._elastic_workers: JaxCommunicator | None = None
         if isinstance(workers, JaxCommunicator) and not workers.actions.is_fixed:
             self._elastic_workers = workers
@@ -127,10 +130,9 @@ class MeshTrainer(DistributionTrainer):
         assert isinstance(workers, JaxCommunicator)
         devices = workers.devices_of(self.placement.replicas)
         self.replace_home(jax_device(self.placement.variables))
-        self.devices = list(devices)
         self._distribution.replace_devices(devices)
         self._note_mesh()
-        self.mesh_placer.use_mesh(self._distribution.device_mesh.backend_mesh)
+        self.mesh_placer.use_mesh(self.mesh)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)

@@ -163,14 +163,14 @@ class ReplicaArguments:
     Attributes:
         is_uniform: bool, whether one trace fits all replicas: equal structures,
             shapes, dtypes and constants.
-        differs_otherwise: bool, whether they differ in more than the lengths of axis 0.
-        difference: str, in what.
+        difference: str, in what they differ but for the lengths of axis 0; "" for
+            nothing.
         shared: arrays that are one object on all replicas.
         parts: for each other array, the replicas' components.
         signature: a key of structures, shapes, dtypes and constants.
     """
 
-    def __init__(self, calls: list[tuple[Any, Any]]):
+    def __init__(self, calls: Sequence[tuple[Any, Any]]):
         self.calls = calls
         self.is_uniform = True
         self.difference = ""
@@ -185,14 +185,6 @@ class ReplicaArguments:
         else:
             keys += [self._take(column) for column in zip(*leaves, strict=True)]
         self.signature = tuple(keys)
-
-    @property
-    def differs_otherwise(self) -> bool:
-        return bool(self.difference)
-
-    @classmethod
-    def of(cls, args: list[Any], kwargs: list[Any]) -> ReplicaArguments:
-        return cls(list(zip(args, kwargs, strict=True)))
 
     def _take(self, column: Sequence[Any]) -> Any:
         first = column[0]

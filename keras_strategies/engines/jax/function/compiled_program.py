@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from keras_strategies.engines.jax.function.trace_state import (
 from keras_strategies.engines.jax.function.traced_executables import (
     TracedExecutables,
 )
+from keras_strategies.engines.jax.recorded_results import call_recorded
 from keras_strategies.engines.jax.workers.awaited_program import AwaitedProgram
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
@@ -79,8 +79,6 @@ class CompiledProgram:
         self._refs: dict[Any, StateRef] = {}
         self._donated: list[StateRef] = []
         self._kept: list[StateRef] = []
-        # By index in `_kept`, an array and its copy with the program's sharding.
-        self._moved: dict[int, tuple[weakref.ref[Any], Any]] = {}
         self._new: list[StateRef] = []
         # The variables among the outputs: `jax.jit` needs their shardings in advance.
         self._expected: list[Any] = []
@@ -156,7 +154,6 @@ class CompiledProgram:
         refs = self._refs.items()
         self._donated = [ref for key, ref in refs if key in donated]
         self._kept = [ref for key, ref in refs if key not in donated]
-        self._moved = {}
         self.sharding = sharding = self._choose_sharding(program)
         self._expected = _variables(program.written.values())
         self._jitted = None
@@ -200,7 +197,6 @@ class CompiledProgram:
             return
         self._refs = {key: ref for key, ref in self._refs.items() if key in used}
         self._kept = list(self._refs.values())
-        self._moved = {}
 
     def _check_made(self, made: list[Any], program: ProgramState) -> None:
         """Raises if each trace creates variables and the next one does not use them."""
@@ -249,28 +245,19 @@ class CompiledProgram:
         sharding = self.sharding
         plain = sharding.place_inputs(plain)
         joined = [sharding.join(own) for own in parts]
-        kept = self._kept_state()
-        # As in `CompiledStep`: no interrupt between the call and the list.
-        done: list[Results] = []
-        try:
-            if self._elastic_workers is None:
-                donated = self._placed(self._donated, _unshared(self._donated))
-            else:
-                donated = self._state(self._donated)
-            with self._exchange():
-                done.extend(map(self._jitted, (donated,), (kept,), (plain,), (joined,)))
-                if self._workers is not None:
-                    # So that a lost worker raises here, and not at a later read.
-                    jax.block_until_ready(done[0])
-        finally:
-            if done:
-                try:
-                    self._commit(done[0])
-                except KeyboardInterrupt:
-                    self._commit(done[0])
-                    raise
+        kept = self._state(self._kept)
+        if self._elastic_workers is None:
+            donated = self._placed(self._donated, _unshared(self._donated))
+        else:
+            donated = self._state(self._donated)
+        with self._exchange():
+            arguments = (donated, kept, plain, joined)
+            found: Results = call_recorded(self._jitted, arguments, self._commit)
+            if self._workers is not None:
+                # So that a lost worker raises here, and not at a later read.
+                jax.block_until_ready(found)
         self._forget_unused()
-        return done[0][0], done[0][1]
+        return found[0], found[1]
 
     @property
     def _elastic_workers(self) -> JaxCommunicator | None:
@@ -281,33 +268,6 @@ class CompiledProgram:
         if self._workers is None:
             return contextlib.nullcontext()
         return self._workers.exchange()
-
-    def _kept_state(self) -> list[Any]:
-        """The state that the program only reads.
-
-        An array on the program's devices with another sharding is moved once and
-        cached, such as a learning rate, which is never the output of a program and
-        would otherwise be moved in each call. No device has two copies then.
-        """
-        arrays = [ref.get() for ref in self._kept]
-        for i, (original, moved) in list(self._moved.items()):
-            if original() is arrays[i]:
-                arrays[i] = moved
-        placed = self._placed(self._kept, list(arrays))
-        for i, (before, after) in enumerate(zip(arrays, placed, strict=True)):
-            if after is not before and self.sharding.is_on_devices(before):
-                self._moved[i] = (self._weak_reference(i, before), after)
-        return placed
-
-    def _weak_reference(self, index: int, array: Any) -> weakref.ref[Any]:
-        """A weak reference to an array; its end drops the moved copy."""
-        cache = self._moved
-
-        def forget(reference: weakref.ref[Any]) -> None:
-            if cache.get(index, (None,))[0] is reference:
-                del cache[index]
-
-        return weakref.ref(array, forget)
 
     def _state(self, refs: list[StateRef]) -> list[Any]:
         return self._placed(refs, [ref.get() for ref in refs])

@@ -45,11 +45,6 @@ class ProgramSharding:
             devices = split.mesh.devices
             self._rows = [list(row) for row in devices.reshape(len(devices), -1)]
 
-    def is_on_devices(self, array: jax.Array) -> bool:
-        """Whether an array is on the devices of the program, with any sharding."""
-        own = array.sharding.device_set
-        return self.replicated is not None and own == self.replicated.device_set
-
     def place_state(self, variables: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         """The arrays of variables with the shardings of a program's inputs."""
         if self.sharding_of is None:

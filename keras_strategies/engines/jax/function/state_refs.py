@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import weakref
 from typing import Any
 
 import jax
@@ -11,7 +10,11 @@ from jax import numpy as jnp
 
 from keras_strategies.engines.jax.array_placement import put_one
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
+from keras_strategies.keras_compat.variables.values import (
+    IdMap,
+    raw_value,
+    set_raw_value,
+)
 from keras_strategies.runtime.state import run_state
 
 
@@ -71,23 +74,21 @@ class OnReadValues:
     def __init__(self, count: int, split: jax.sharding.Sharding):
         self.count = count
         self._split = split
-        self._stacks: dict[int, tuple[weakref.ref[Any], jax.Array]] = {}
+        self._stacks: IdMap[jax.Array] = IdMap()
 
     def get(self, variable: Any) -> jax.Array:
-        reference, stack = self._stacks.get(id(variable), (None, None))
-        if stack is not None and reference is not None and reference() is variable:
-            return stack
-        value = raw_value(variable)
-        self.set(variable, put_one(self.parts(variable, value), self._split))
-        return self._stacks[id(variable)][1]
+        stack = self._stacks.get(variable)
+        if stack is None:
+            parts = self.parts(variable, raw_value(variable))
+            stack = put_one(parts, self._split)
+            self._stacks.set(variable, stack)
+        return stack
 
     def set(self, variable: Any, stack: jax.Array) -> None:
-        key = id(variable)
-        gone = weakref.ref(variable, lambda _: self._stacks.pop(key, None))
-        self._stacks[key] = (gone, stack)
+        self._stacks.set(variable, stack)
 
     def drop(self, variable: Any) -> None:
-        self._stacks.pop(id(variable), None)
+        self._stacks.discard(variable)
 
     def parts(self, variable: Any, value: Any) -> jax.Array:
         """The stacked replica values of a variable assigned outside of `run`."""

@@ -241,8 +241,3 @@ class MappedReplicas(TracedReplicas):
             gradients = [None if g is None else next(summed) for g in gradients]
         with merged_replicas(self._mesh.strategy), self._merged(state):
             update(gradients)
-
-    def value_and_grad(
-        self, loss_fn: Callable[[list[Any]], Any], values: list[Any]
-    ) -> Any:
-        return jax.value_and_grad(loss_fn, has_aux=True)(values)

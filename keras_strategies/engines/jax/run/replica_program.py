@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
@@ -62,9 +61,6 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-REPLICA_AXIS = "replica"
-
-
 class ReplicaProgram:
     """Traces functions on the replicas of one strategy.
 
@@ -73,10 +69,9 @@ class ReplicaProgram:
 
     Args:
         strategy: the strategy.
-        devices: the devices of all replicas.
-        mesh: a mesh with the replicas as first axis; None for a mesh without
-            other axes. Along other axes XLA shards the computation of a replica, by
-            the shardings of variables.
+        mesh: a mesh of the devices of all replicas, with the replicas as first axis.
+            Along other axes XLA shards the computation of a replica, by the shardings
+            of variables.
         sharding_of: returns the sharding of a variable; None where all variables are
             replicated.
     """
@@ -84,13 +79,10 @@ class ReplicaProgram:
     def __init__(
         self,
         strategy: StrategyCore,
-        devices: Sequence[jax.Device],
-        mesh: jax.sharding.Mesh | None = None,
+        mesh: jax.sharding.Mesh,
         sharding_of: Callable[[Any], jax.sharding.Sharding] | None = None,
     ):
         placement = strategy.placement
-        if mesh is None:
-            mesh = jax.sharding.Mesh(np.array(devices), (REPLICA_AXIS,))
         split = jax.NamedSharding(mesh, jax.P(mesh.axis_names[0]))
         home = jax_device(placement.variables)
         at_home = placement.mirrored or placement.mesh is not None
@@ -100,7 +92,7 @@ class ReplicaProgram:
             None if at_home else jax.sharding.SingleDeviceSharding(home),
             sharding_of,
         )
-        self.on_read_values = OnReadValues(len(devices), split)
+        self.on_read_values = OnReadValues(len(mesh.devices), split)
         # Constants of a program are tensors of its trace; those of a proof have values.
         mixed_rows = MixedRows(strategy, proving=jax.ensure_compile_time_eval)
         self._mesh = ReplicaMesh(strategy, mesh, self.on_read_values, mixed_rows)
@@ -146,11 +138,11 @@ class ReplicaProgram:
         program.strategies[id(strategy)] = strategy
         if self._mesh.count == 1:
             return [run_single_replica(strategy, fn, args[0], kwargs[0])]
-        own = [list(own) for own in args], list(kwargs)
-        check_values(own)
-        arguments = ReplicaArguments.of(*own)
+        calls = [(list(own), of) for own, of in zip(args, kwargs, strict=True)]
+        check_values(calls)
+        arguments = ReplicaArguments(calls)
         key = (code_of(fn), arguments.signature)
-        if arguments.differs_otherwise:
+        if arguments.difference:
             raise of_arguments(fn, arguments)
         trace = self._sharded if arguments.is_uniform else self._switched
         try:

@@ -37,26 +37,27 @@ class JaxRun(RunDriver, StoresOnRead, ShardsPrograms):
 
     Args:
         strategy: the strategy.
-        devices: returns the devices of all replicas, those of other workers too.
-        mesh, sharding_of: see `ReplicaProgram`.
+        mesh: returns the mesh of the replicas, see `ReplicaProgram`; None for a
+            strategy of one device.
+        sharding_of: see `ReplicaProgram`.
     """
 
     def __init__(
         self,
         strategy: StrategyCore,
-        devices: Callable[[], Sequence[jax.Device]],
-        mesh: jax.sharding.Mesh | None = None,
+        mesh: Callable[[], jax.sharding.Mesh] | None = None,
         sharding_of: Callable[[Any], jax.sharding.Sharding] | None = None,
     ):
         self._strategy = strategy
-        self._program_of = lambda: ReplicaProgram(
-            strategy, devices(), mesh, sharding_of
-        )
+        self._mesh = mesh
+        self._sharding_of = sharding_of
 
     @functools.cached_property
     def _replica_program(self) -> ReplicaProgram | None:
         """The trace of replicas; None for a strategy of one device."""
-        return None if self._strategy.placement.is_single else self._program_of()
+        if self._mesh is None:
+            return None
+        return ReplicaProgram(self._strategy, self._mesh(), self._sharding_of)
 
     @functools.cached_property
     def _programs(self) -> RunPrograms:

@@ -20,19 +20,13 @@ from keras_strategies.runtime.state.run_state import RunState
 
 
 class TracedReplicas(ReplicaCollectives):
-    """Collectives of traced replicas, with those of optimizers and gradients."""
+    """Collectives of traced replicas, with the update of an optimizer."""
 
     @abc.abstractmethod
     def apply(
         self, gradients: list[Any], aggregate: bool, update: Callable[[list[Any]], None]
     ) -> None:
         """Sums gradients over replicas and updates the variables of all of them."""
-
-    @abc.abstractmethod
-    def value_and_grad(
-        self, loss_fn: Callable[[list[Any]], Any], values: list[Any]
-    ) -> Any:
-        """As `jax.value_and_grad(loss_fn, has_aux=True)(values)`."""
 
 
 class TracedReplicaState(RunState):

@@ -63,13 +63,9 @@ class _Differentiated:
         self._aux: Any = None
 
     def __call__(self) -> tuple[Any, Any, dict[int, Any]]:
-        outer = policy_of(self._outer)
         values = [self._value(variable) for variable in self._variables]
-        if isinstance(outer, TracedReplicaState):
-            results = outer.replicas.value_and_grad(self._pure, values)
-        else:
-            results = jax.value_and_grad(self._pure, has_aux=True)(values)
-        (_, (loss, arrays, updates)), gradients = results
+        differentiate = jax.value_and_grad(self._pure, has_aux=True)
+        (_, (loss, arrays, updates)), gradients = differentiate(values)
         self._state.commit(updates)
         rest = iter(arrays)
         aux = map_structure(

@@ -21,7 +21,7 @@ from keras_strategies.engines.jax.array_placement import (
     spans_processes,
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
-from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.keras_compat.variables.values import IdMap, raw_value
 from keras_strategies.runtime.state.chief_reads import ChiefReads
 from keras_strategies.runtime.state.cross_worker_values import (
     AssignedValue,
@@ -97,31 +97,12 @@ class CrossWorkerShards:
         own = [_assigned.get(array) for array in arrays]
         check_equal_values(self._workers.group, variables, own)
         for array in arrays:
-            _assigned.remove(array)
+            _assigned.discard(array)
 
 
-class _AssignedValues:
-    """The values that arrays were made from, until workers have compared them."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[Any, AssignedValue]] = {}
-
-    def add(self, array: jax.Array, value: Any) -> None:
-        key = id(array)
-        forget = weakref.ref(array, lambda _: self._found.pop(key, None))
-        self._found[key] = (forget, AssignedValue(np.asarray(value)))
-
-    def get(self, array: jax.Array) -> AssignedValue | None:
-        """The value; None for the output of a program, equal on all workers."""
-        found = self._found.get(id(array))
-        return None if found is None else found[1]
-
-    def remove(self, array: jax.Array) -> None:
-        """Called when the value is known to be equal on all workers."""
-        self._found.pop(id(array), None)
-
-
-_assigned = _AssignedValues()
+# The values that arrays were made from, until workers have compared them. The output of
+# a program has none: it is equal on all workers.
+_assigned: IdMap[AssignedValue] = IdMap()
 
 
 def place_variable(
@@ -140,7 +121,7 @@ def place_variable(
     else:
         placed = put_one(array, sharding)
     if is_sharded_over_workers(placed):
-        _assigned.add(placed, array)
+        _assigned.set(placed, AssignedValue(np.asarray(array)))
     return placed
 
 

@@ -99,7 +99,7 @@ class ModelParallelTrainer(MeshTrainer):
     def __init__(self, strategy: StrategyCore):
         mesh = strategy.placement.mesh
         assert mesh is not None
-        self._mesh = mesh
+        self._grid = mesh
         workers = strategy.workers
         if workers is None:
             devices = [jax_device(device) for device in mesh.devices]
@@ -108,7 +108,6 @@ class ModelParallelTrainer(MeshTrainer):
             devices = workers.devices_of(mesh.own_devices)
         distribution = ModelParallelDistribution(mesh, devices)
         super().__init__(strategy, distribution)  # type: ignore[arg-type]
-        self.devices = devices[:: len(devices) // mesh.shape[0]]
         #: Access to variables sharded over workers; None without a cluster.
         self.cross_worker_shards = (
             None if workers is None else CrossWorkerShards(workers)
@@ -171,7 +170,7 @@ class ModelParallelTrainer(MeshTrainer):
 
     def _traced(self, step: compiled_steps.Step) -> compiled_steps.Step:
         distribution = self.distribution
-        count = self._mesh.shape[0]
+        count = self._grid.shape[0]
 
         def sharded_step(state: Any, batch: Any) -> tuple[Any, Any]:
             # Rows that do not divide are sharded in programs only.
