@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_SCALARS = (int, float, complex, bool, str, bytes, type(None))
+SCALARS = (int, float, complex, bool, str, bytes, type(None))
 
 
 class IdentityKey:
@@ -22,7 +22,7 @@ class IdentityKey:
 
 def static_key(value: Any) -> Any:
     """Key of a constant: by value for scalars, by identity for other objects."""
-    if isinstance(value, _SCALARS):
+    if isinstance(value, SCALARS):
         # 0.0 == -0.0, of which a program computes other numbers.
         exact = value and not isinstance(value, complex)
         return (type(value), value if exact else repr(value))

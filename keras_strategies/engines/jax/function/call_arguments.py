@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
 import numpy as np
 
-from keras_strategies.engines.jax.function.argument_keys import static_key
+from keras_strategies.engines.jax.function.argument_keys import SCALARS, static_key
 from keras_strategies.engines.jax.function.sharded_values import (
     ShardedValues,
     UnevenValues,
@@ -25,14 +25,12 @@ from keras_strategies.values import (
 if TYPE_CHECKING:
     from keras_strategies.engines.jax.function.trace_state import ProgramState
 
-_SCALARS = (int, float, complex, bool, str, bytes, type(None))
-
 
 def is_array(value: Any) -> bool:
     """Whether a value is a tensor of JAX, NumPy or another framework."""
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return True
-    if isinstance(value, (type, keras.Variable, keras.KerasTensor, *_SCALARS)):
+    if isinstance(value, (type, keras.Variable, keras.KerasTensor, *SCALARS)):
         return False
     return hasattr(value, "__array__")
 
@@ -57,6 +55,10 @@ def structure_key(structure: Any) -> Any:
     return None
 
 
+# A leaf of arguments, of the arrays that `CallArguments.build` gets.
+_LeafMaker = Callable[[Sequence[Any], Sequence[Any], "ProgramState"], Any]
+
+
 class CallArguments:
     """A call's arguments as inputs of a program: arrays, and a key of the rest.
 
@@ -71,47 +73,66 @@ class CallArguments:
         self.plain: list[Any] = []
         self.parts: list[Sequence[Any] | ShardedValues] = []
         self._structure = structure
-        self._slots: list[tuple[Any, ...]] = []
+        self._makers: list[_LeafMaker] = []
         keys: list[Any] = [structure_key(structure)]
-        for leaf in flatten(structure):
-            slot, key = self._take(leaf)
-            self._slots.append(slot)
-            keys.append(key)
+        keys += map(self._take, flatten(structure))
         self.key = tuple(keys)
 
-    def _take(self, leaf: Any) -> tuple[tuple[Any, ...], Any]:
+    def _take(self, leaf: Any) -> Any:
+        """Adds a leaf; returns its key."""
         if is_array(leaf):
             array = as_array(leaf)
+            index = len(self.plain)
             self.plain.append(array)
-            return ("plain", len(self.plain) - 1), ("plain", array_key(array))
+            self._makers.append(lambda plain, *_: plain[index])
+            return ("plain", array_key(array))
         if not isinstance(leaf, DistributedValues):
-            return ("static", leaf), ("static", static_key(leaf))
+            self._makers.append(lambda *_: leaf)
+            return ("static", static_key(leaf))
         if isinstance(leaf, ShardedValues):
-            self.parts.append(leaf)
             kind = (leaf.part_shape, leaf.array.dtype, False)
-            count = len(leaf)
-            slot = ("parts", len(self.parts) - 1, self._total or count, False)
-            return (*slot, PerReplica), (PerReplica, *[kind] * count)
+            self._take_parts(leaf, len(leaf), False, PerReplica)
+            return (PerReplica, *[kind] * len(leaf))
         if not all(map(is_array, leaf.values)):
-            return ("static", leaf), ("parts", *map(static_key, leaf.values))
+            self._makers.append(lambda *_: leaf)
+            return ("parts", *map(static_key, leaf.values))
         parts = [as_array(value) for value in leaf.values]
         key = (type(leaf), *map(array_key, parts))
         if isinstance(leaf, UnevenValues):
-            self.parts.append(_padded(parts, max(leaf.rows)))
-            own = ("padded", len(self.parts) - 1, leaf.rows, PerReplica)
-            return own, (*key, leaf.rows)
+            self._take_padded(parts, leaf.rows, PerReplica)
+            return (*key, leaf.rows)
         if len({(part.shape, part.dtype) for part in parts}) == 1:
-            self.parts.append(parts)
             stacked = len(parts[0].shape) == 0 or parts[0].shape[0] == 0
-            count = self._total or len(parts)
-            return ("parts", len(self.parts) - 1, count, stacked, type(leaf)), key
-        if self._total is None and differ_in_rows(parts):
+            self._take_parts(parts, len(parts), stacked, type(leaf))
+        elif self._total is None and differ_in_rows(parts):
             rows = tuple(part.shape[0] for part in parts)
-            self.parts.append(_padded(parts, max(rows)))
-            return ("padded", len(self.parts) - 1, rows, type(leaf)), key
-        start = len(self.plain)
-        self.plain.extend(parts)
-        return ("uneven", start, len(parts), type(leaf)), key
+            self._take_padded(parts, rows, type(leaf))
+        else:
+            own = slice(len(self.plain), len(self.plain) + len(parts))
+            self.plain.extend(parts)
+            self._makers.append(lambda plain, *_: type(leaf)(plain[own]))
+        return key
+
+    def _take_parts(
+        self, parts: Any, count: int, stacked: bool, kind: type[DistributedValues]
+    ) -> None:
+        index, count = len(self.parts), self._total or count
+        self.parts.append(parts)
+        self._makers.append(
+            lambda _, joined, program: kind(
+                program.split(joined[index], count, stacked)
+            )
+        )
+
+    def _take_padded(
+        self, parts: list[Any], rows: Sequence[int], kind: type[DistributedValues]
+    ) -> None:
+        index, most = len(self.parts), max(rows)
+        # Zeros after the rows of each component, where it is.
+        self.parts.append([with_zeros(p, 0, most - p.shape[0]) for p in parts])
+        self._makers.append(
+            lambda _, joined, program: kind(program.split_padded(joined[index], rows))
+        )
 
     def build(
         self, plain: Sequence[Any], joined: Sequence[Any], program: ProgramState
@@ -123,35 +144,16 @@ class CallArguments:
             joined: arrays in place of `self.parts`, one for all components.
             program: splits joined arrays into their components.
         """
-        slots = iter(self._slots)
-
-        def leaf(_: Any) -> Any:
-            kind, *rest = next(slots)
-            if kind == "static":
-                return rest[0]
-            if kind == "plain":
-                return plain[rest[0]]
-            if kind == "parts":
-                index, count, stacked, kept_type = rest
-                return kept_type(program.split(joined[index], count, stacked))
-            if kind == "padded":
-                index, rows, kept_type = rest
-                return kept_type(program.split_padded(joined[index], rows))
-            start, count, kept_type = rest
-            return kept_type(plain[start : start + count])
-
-        return map_structure(leaf, self._structure)
+        makers = iter(self._makers)
+        return map_structure(
+            lambda _: next(makers)(plain, joined, program), self._structure
+        )
 
 
 def differ_in_rows(parts: Sequence[Any]) -> bool:
     """Whether arrays are equal in dtype and shape, but for the lengths of axis 0."""
     kinds = {(part.dtype, part.ndim, part.shape[1:]) for part in parts}
     return len(kinds) == 1 and parts[0].ndim > 0
-
-
-def _padded(parts: Sequence[Any], rows: int) -> list[Any]:
-    """Components with zeros after their rows, each where it is."""
-    return [with_zeros(part, 0, rows - part.shape[0]) for part in parts]
 
 
 class ReplicaArguments:
@@ -176,7 +178,8 @@ class ReplicaArguments:
         self.difference = ""
         self.shared: list[Any] = []
         self.parts: list[Sequence[Any]] = []
-        self._slots: list[tuple[str, Any]] = []
+        # Each makes a leaf of shared arrays and of components.
+        self._makers: list[Callable[[Sequence[Any], Sequence[Any]], Any]] = []
         keys: list[Any] = [structure_key(calls[0])]
         leaves = [flatten(call) for call in calls]
         if len({structure_key(call) for call in calls}) > 1:
@@ -190,9 +193,10 @@ class ReplicaArguments:
         first = column[0]
         if all(leaf is first for leaf in column):
             if not is_array(first):
-                self._slots.append(("static", first))
+                self._makers.append(lambda *_: first)
                 return static_key(first)
-            self._slots.append(("shared", len(self.shared)))
+            index = len(self.shared)
+            self._makers.append(lambda shared, _: shared[index])
             self.shared.append(as_array(first))
             return array_key(self.shared[-1])
         numbers = (int, float)
@@ -201,7 +205,7 @@ class ReplicaArguments:
             if len(set(keys)) > 1:
                 self.is_uniform = False
                 self.difference = f"the values {', '.join(map(repr, column))}"
-            self._slots.append(("static", first))
+            self._makers.append(lambda *_: first)
             return tuple(keys)
         parts = [number_or_array(leaf) for leaf in column]
         self.is_uniform = (
@@ -210,7 +214,8 @@ class ReplicaArguments:
         if len({(p.shape[1:], len(p.shape), p.dtype) for p in parts}) > 1:
             kinds = (f"{p.dtype}{list(p.shape)}" for p in parts)
             self.difference = f"the arrays {', '.join(kinds)}"
-        self._slots.append(("parts", len(self.parts)))
+        index = len(self.parts)
+        self._makers.append(lambda _, parts: parts[index])
         self.parts.append(parts)
         return tuple(map(array_key, parts))
 
@@ -218,17 +223,8 @@ class ReplicaArguments:
         self, shared: Sequence[Any], parts: Sequence[Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments of a replica with these arrays."""
-        slots = iter(self._slots)
-
-        def leaf(_: Any) -> Any:
-            kind, value = next(slots)
-            if kind == "static":
-                return value
-            if kind == "shared":
-                return shared[value]
-            return parts[value]
-
-        return map_structure(leaf, self.calls[0])
+        makers = iter(self._makers)
+        return map_structure(lambda _: next(makers)(shared, parts), self.calls[0])
 
 
 def number_or_array(leaf: Any) -> Any:

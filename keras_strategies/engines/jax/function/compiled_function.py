@@ -113,23 +113,7 @@ class _Call:
         self._fn, self._packed = fn, packed
         plain, joined = self._program(packed.plain, packed.parts)
         sharding = self._program.sharding
-
-        def leaf(slot: _ResultLeaf) -> Any:
-            if slot.kind == "static":
-                return slot.value
-            if slot.kind == "plain":
-                return plain[slot.index]
-            if slot.kind == "uneven":
-                own = plain[slot.index : slot.index + slot.count]
-                return _per_replica(sharding.own_shards(own))
-            array = joined[slot.index]
-            parts = sharding.part_shards(array, slot.count, slot.stacked)
-            if slot.rows is not None:
-                own = sharding.of_own_replicas(slot.rows)
-                parts = [part[:n] for part, n in zip(parts, own, strict=True)]
-            return _per_replica(parts)
-
-        return map_structure(leaf, self._result)
+        return map_structure(lambda leaf: leaf(plain, joined, sharding), self._result)
 
     def _flat(self, plain: list[Any], joined: list[Any]) -> tuple[list[Any], list[Any]]:
         program = current_program()
@@ -142,51 +126,40 @@ class _Call:
 
         def place(leaf: Any) -> _ResultLeaf:
             if isinstance(leaf, jax.Array):
+                index = len(results)
                 results.append(leaf)
-                return _ResultLeaf("plain", len(results) - 1)
+                return lambda plain, *_: plain[index]
             if not isinstance(leaf, DistributedValues) or not all(
                 isinstance(part, jax.Array) for part in leaf.values
             ):
-                return _ResultLeaf("static", value=leaf)
-            parts, count = leaf.values, len(leaf.values)
-            if len({(part.shape, part.dtype) for part in parts}) == 1:
+                return lambda *_: leaf
+            parts = leaf.values
+            are_equal = len({(part.shape, part.dtype) for part in parts}) == 1
+            if are_equal or differ_in_rows(parts):
+                index, count = len(split), len(parts)
                 split.append(program.joined(parts))
-                return _ResultLeaf("parts", len(split) - 1, count, is_stacked(parts[0]))
-            if differ_in_rows(parts):
-                split.append(program.joined_padded(parts))
-                rows = [part.shape[0] for part in parts]
-                return _ResultLeaf("parts", len(split) - 1, count, rows=rows)
+                stacked = are_equal and is_stacked(parts[0])
+                rows = None if are_equal else [part.shape[0] for part in parts]
+                return lambda _, joined, sharding: _per_replica(
+                    sharding.part_shards(joined[index], count, stacked, rows)
+                )
+            own = slice(len(results), len(results) + len(parts))
             results.extend(parts)
-            return _ResultLeaf("uneven", len(results) - count, count)
+            return lambda plain, _, sharding: _per_replica(
+                sharding.own_shards(plain[own])
+            )
 
         self._result = map_structure(place, result)
         return results, split
 
 
+# A leaf of a result, of the program's plain and joined results and its shardings.
+_ResultLeaf = Callable[[list[Any], list[Any], ProgramSharding], Any]
+
+
 def _per_replica(values: Sequence[Any]) -> Any:
     # With a single local replica, the value itself.
     return PerReplica(values) if len(values) > 1 else values[0]
-
-
-class _ResultLeaf:
-    """Source of a leaf of the result: an output of the program, or a constant."""
-
-    def __init__(
-        self,
-        kind: str,
-        index: int = 0,
-        count: int = 0,
-        stacked: bool = False,
-        value: Any = None,
-        rows: Sequence[int] | None = None,
-    ):
-        self.kind = kind
-        self.index = index
-        self.count = count
-        self.stacked = stacked
-        self.value = value
-        # Those of each replica, if they differ.
-        self.rows = rows
 
 
 def sharding_of_program(program: ProgramState) -> ProgramSharding:

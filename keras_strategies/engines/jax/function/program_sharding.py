@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,24 +156,31 @@ class ProgramSharding:
             found.append(shards[row[0]])
         return found
 
-    def of_own_replicas(self, values: Sequence[Any]) -> list[Any]:
-        """Of values of all replicas, those of the local ones."""
-        if self.split is None:
-            return list(values)
-        own = jax.process_index()
-        return [
-            value
-            for value, row in zip(values, self._rows, strict=True)
-            if row[0].process_index == own
-        ]
+    def part_shards(
+        self,
+        array: jax.Array,
+        count: int,
+        stacked: bool,
+        rows: Sequence[int] | None,
+    ) -> list[Any]:
+        """The local replicas' components of a result, each on its device.
 
-    def part_shards(self, array: jax.Array, count: int, stacked: bool) -> list[Any]:
-        """The local replicas' components of a result, each on its device."""
+        Args:
+            array: the result of all replicas.
+            count: int, the number of replicas.
+            stacked: bool, whether components were joined along a new axis.
+            rows: those of each replica, if they differ.
+        """
         if self.split is None:
             parts = jnp.split(array, count)
         else:
             shards = {shard.device: shard.data for shard in array.addressable_shards}
             parts = [shards[row[0]] for row in self._own_rows]
+            own = jax.process_index()
+            are_own = [row[0].process_index == own for row in self._rows]
+            rows = rows and [*itertools.compress(rows, are_own)]
+        if rows is not None:
+            return [part[:n] for part, n in zip(parts, rows, strict=True)]
         return [jnp.squeeze(part, 0) for part in parts] if stacked else parts
 
 

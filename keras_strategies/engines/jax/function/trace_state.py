@@ -176,8 +176,8 @@ class ProgramState(TraceState):
             self._values[ref.key] = value
         self.missing: dict[Any, StateRef] = {}
         self.strategies: dict[int, StrategyCore] = {}
+        # By the ids of components, these and the array that they are parts of.
         self._origins: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
-        self._padded: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
 
     def _read_outside(self, ref: StateRef) -> Any:
         found = ref.spec()
@@ -197,11 +197,14 @@ class ProgramState(TraceState):
         return parts
 
     def joined(self, parts: Sequence[Any]) -> Any:
-        """One array of the replicas' components, which have one shape."""
+        """One array of the replicas' components, padded if they differ in rows."""
         found = self._origins.get(tuple(map(id, parts)))
         if found is not None:
             return found[1]
         parts = [jnp.asarray(part) for part in parts]
+        if len({part.shape for part in parts}) > 1:
+            most = max(part.shape[0] for part in parts)
+            parts = [with_zeros(part, 0, most - part.shape[0]) for part in parts]
         return jnp.stack(parts) if is_stacked(parts[0]) else jnp.concatenate(parts)
 
     def split_padded(self, array: Any, rows: Sequence[int]) -> list[Any]:
@@ -209,18 +212,8 @@ class ProgramState(TraceState):
         most = array.shape[0] // len(rows)
         starts = range(0, array.shape[0], most)
         parts = [array[i : i + own] for i, own in zip(starts, rows, strict=True)]
-        self._padded[tuple(map(id, parts))] = (parts, array)
+        self._origins[tuple(map(id, parts))] = (parts, array)
         return parts
-
-    def joined_padded(self, parts: Sequence[Any]) -> Any:
-        """One array of components that differ in rows, with padding after each."""
-        found = self._padded.get(tuple(map(id, parts)))
-        if found is not None:
-            return found[1]
-        most = max(part.shape[0] for part in parts)
-        return jnp.concatenate(
-            [with_zeros(jnp.asarray(p), 0, most - p.shape[0]) for p in parts]
-        )
 
 
 def is_stacked(part: Any) -> bool:

@@ -40,6 +40,11 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
 from keras_strategies.runtime.frames import merged_replicas
 from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.state import run_state
+from keras_strategies.values import map_structure
+
+# A leaf of a replica's result, of the program's replicated results and of the replica's
+# components of the others.
+ResultLeaf = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 
 class MappedReplicas(TracedReplicas):
@@ -99,12 +104,8 @@ class MappedReplicas(TracedReplicas):
             [state.read_ref(ref) for ref in variables],
             [state.read_ref(ref) for ref in stacks],
             [jnp.asarray(value) for value in self._arguments.shared],
-            [self._joined(program, parts) for parts in self._arguments.parts],
+            [program.joined(parts) for parts in self._arguments.parts],
         )
-
-    @abc.abstractmethod
-    def _joined(self, program: ProgramState, parts: Sequence[Any]) -> Any:
-        """One array of the replicas' components of an argument."""
 
     @abc.abstractmethod
     def finish(
@@ -154,6 +155,28 @@ class MappedReplicas(TracedReplicas):
             raise
         check_values(result)
         return result
+
+    def _placed(
+        self, result: Any, shared: list[Any], place: Callable[[Any], ResultLeaf]
+    ) -> Any:
+        """A result with a `ResultLeaf` in place of each leaf.
+
+        Args:
+            result: the result of the function.
+            shared: the arguments that are one object on all replicas, in the trace.
+            place: called with each array that is none of them.
+        """
+        numbers = {id(value): i for i, value in enumerate(shared)}
+
+        def placed(leaf: Any) -> ResultLeaf:
+            if not isinstance(leaf, jax.Array):
+                return lambda *_: leaf
+            number = numbers.get(id(leaf))
+            if number is None:
+                return place(leaf)
+            return lambda *_: self._arguments.shared[number]
+
+        return map_structure(placed, result)
 
     def _note_read(self, name: str) -> None:
         """Notes that a property is read that differs between the replicas."""

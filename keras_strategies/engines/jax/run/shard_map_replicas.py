@@ -15,7 +15,7 @@ from keras_strategies.engines.jax.function.trace_state import (
     TraceState,
     is_stacked,
 )
-from keras_strategies.engines.jax.run.mapped_replicas import MappedReplicas
+from keras_strategies.engines.jax.run.mapped_replicas import MappedReplicas, ResultLeaf
 from keras_strategies.engines.jax.run.refused_functions import NotUniformError
 from keras_strategies.engines.jax.run.row_numbers import draws_of
 from keras_strategies.engines.jax.run.traced_reductions import (
@@ -38,14 +38,10 @@ class ShardMapReplicas(MappedReplicas):
 
     # Traced values that are equal on all replicas, by identity.
     _replicated: dict[int, Any]
-    _shared_inputs: dict[int, int]
     _stacked: list[bool]
     _result: Any
 
     # Around the trace.
-
-    def _joined(self, program: ProgramState, parts: Sequence[Any]) -> Any:
-        return program.joined(parts)
 
     def finish(
         self, state: TraceState, program: ProgramState, results: tuple[Any, ...]
@@ -57,20 +53,10 @@ class ShardMapReplicas(MappedReplicas):
             program.split(array, count, stacked)
             for array, stacked in zip(joined, self._stacked, strict=True)
         ]
-
-        def leaf(own: tuple[str, Any], replica_id: int) -> Any:
-            kind, value = own
-            if kind == "static":
-                return value
-            if kind == "input":
-                return self._arguments.shared[value]
-            return (
-                replicated[value] if kind == "replicated" else parts[value][replica_id]
-            )
-
+        columns = zip(*parts, strict=True) if parts else [()] * count
         return [
-            map_structure(lambda own, i=i: leaf(own.value, i), self._result)
-            for i in range(count)
+            map_structure(lambda leaf, own=own: leaf(replicated, own), self._result)
+            for own in columns
         ]
 
     # Inside the trace.
@@ -83,7 +69,6 @@ class ShardMapReplicas(MappedReplicas):
         parts: list[Any],
     ) -> tuple[list[Any], ...]:
         self._take_state(state, stacks)
-        self._shared_inputs = {id(value): i for i, value in enumerate(replicated)}
         self._replicated = {id(value): value for value in replicated}
         self._replica_id = lax.axis_index(self._axis)
         replica = self._replica(self._replica_id)
@@ -96,27 +81,27 @@ class ShardMapReplicas(MappedReplicas):
         draws = draws_of(self._arguments.parts, self._replica_id)
         with context.on_replica(replica), own.scope(), drawing(draws):
             result = self._call(args, kwargs, 0)
-            outputs = self._sorted_outputs(result)
+            outputs = self._sorted_outputs(result, replicated)
         return (*outputs, *self._new_state(own))
 
-    def _sorted_outputs(self, result: Any) -> tuple[list[Any], list[Any]]:
+    def _sorted_outputs(
+        self, result: Any, shared: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
         replicated: list[Any] = []
         joined: list[Any] = []
-        self._stacked: list[bool] = []
+        self._stacked = []
 
-        def place(leaf: Any) -> Any:
-            if not isinstance(leaf, jax.Array):
-                return Leaf(("static", leaf))
-            if id(leaf) in self._shared_inputs:
-                return Leaf(("input", self._shared_inputs[id(leaf)]))
+        def place(leaf: Any) -> ResultLeaf:
             if id(leaf) in self._replicated or not isinstance(leaf, jax.core.Tracer):
                 replicated.append(leaf)
-                return Leaf(("replicated", len(replicated) - 1))
+                number = len(replicated) - 1
+                return lambda replicated, _: replicated[number]
             self._stacked.append(is_stacked(leaf))
             joined.append(leaf[None] if is_stacked(leaf) else leaf)
-            return Leaf(("part", len(joined) - 1))
+            number = len(joined) - 1
+            return lambda _, own: own[number]
 
-        self._result = map_structure(place, result)
+        self._result = self._placed(result, shared, place)
         return replicated, joined
 
     # Collectives.
@@ -177,10 +162,3 @@ class ShardMapReplicas(MappedReplicas):
         self, gradients: list[Any], aggregate: bool, update: Callable[[list[Any]], None]
     ) -> None:
         self._update(current_replica_state(), gradients, aggregate, update)
-
-
-class Leaf:
-    """A leaf of a structure; tuples would be containers."""
-
-    def __init__(self, value: Any):
-        self.value = value

@@ -32,11 +32,10 @@ from keras_strategies.engines.jax.function.trace_state import (
     TraceState,
     is_stacked,
 )
-from keras_strategies.engines.jax.run.mapped_replicas import MappedReplicas
+from keras_strategies.engines.jax.run.mapped_replicas import MappedReplicas, ResultLeaf
 from keras_strategies.engines.jax.run.refused_functions import NotUniformError
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
 from keras_strategies.engines.jax.run.row_numbers import rows_of_parts
-from keras_strategies.engines.jax.run.shard_map_replicas import Leaf
 from keras_strategies.engines.jax.run.traced_replica_state import (
     MergedState,
     TracedReplicaState,
@@ -137,36 +136,27 @@ class SwitchedReplicas(MappedReplicas):
         )
         return None if found == self._known else found
 
-    def _joined(self, program: ProgramState, parts: Sequence[Any]) -> Any:
-        if len({part.shape for part in parts}) == 1:
-            return program.joined(parts)
-        return program.joined_padded(parts)
-
     def finish(
         self, state: TraceState, program: ProgramState, results: tuple[Any, ...]
     ) -> list[Any]:
         _, joined, values, stacks = results
         self._write(state, values, stacks)
-        count = self._mesh.count
         parts = [self._split(program, array, i) for i, array in enumerate(joined)]
 
-        def leaf(own: tuple[str, Any], replica_id: int) -> Any:
-            kind, value = own
-            if kind == "static":
-                return value
-            if kind == "input":
-                return self._arguments.shared[value]
-            shape = self._shapes_of(value)[replica_id]
-            part = parts[value][replica_id]
-            return part if part.shape == shape else part[tuple(map(slice, shape))]
+        def result(replica_id: int) -> Any:
+            branch = self._branch_of[replica_id]
+            own = [
+                part if part.shape == shape else part[tuple(map(slice, shape))]
+                for part, shape in zip(
+                    [each[replica_id] for each in parts],
+                    self._known.shapes[branch],
+                    strict=True,
+                )
+            ]
+            leaves = self._branches[branch].result
+            return map_structure(lambda leaf: leaf([], own), leaves)
 
-        return [
-            map_structure(
-                lambda own, i=i: leaf(own.value, i),
-                self._branches[self._branch_of[i]].result,
-            )
-            for i in range(count)
-        ]
+        return list(map(result, range(self._mesh.count)))
 
     def _split(self, program: ProgramState, array: Any, index: int) -> list[Any]:
         """The components of a result, with the padding of axes other than the first."""
@@ -241,17 +231,13 @@ class SwitchedReplicas(MappedReplicas):
         finally:
             self._branch = None
         outputs: list[Any] = []
-        inputs = {id(value): i for i, value in enumerate(shared)}
 
-        def place(leaf: Any) -> Any:
-            if not isinstance(leaf, jax.Array):
-                return Leaf(("static", leaf))
-            if id(leaf) in inputs:
-                return Leaf(("input", inputs[id(leaf)]))
+        def place(leaf: Any) -> ResultLeaf:
             outputs.append(leaf)
-            return Leaf(("part", len(outputs) - 1))
+            number = len(outputs) - 1
+            return lambda _, own: own[number]
 
-        branch.result = map_structure(place, result)
+        branch.result = self._placed(result, shared, place)
         branch.shapes = [tuple(leaf.shape) for leaf in outputs]
         if not self.is_first:
             outputs = [
