@@ -121,7 +121,6 @@ def table(name: str) -> str:
     import slow_input
     import snapshots
     import start
-    import steps_per_execution
     import two_workers
     import uneven_rows
     import verify_costs
@@ -171,7 +170,6 @@ def table(name: str) -> str:
         "first step": first_step,
         "first step large": first_step_large,
         "fit gpu": fit_gpu,
-        "steps per execution": steps_per_execution,
         "two workers": two_workers,
         "uneven rows": uneven_rows,
         "verify costs": verify_costs,

@@ -94,7 +94,7 @@ def test_tables_of_benchmarks_are_those_of_the_results() -> None:
         *("fit", "first step", "loops", "two workers", "faults"),
         *("compiled calls", "recording costs", "verify costs"),
         *("elasticity", "snapshots", "fit gpu", "start", "memory"),
-        *("parameter servers", "model parallelism", "steps per execution"),
+        *("parameter servers", "model parallelism"),
         *("without strategy", "first step large"),
         *("communication", "python time", "slow input", "random numbers"),
         *("batch comparison", "ratios", "soak", "lead costs"),

@@ -19,11 +19,7 @@ from keras_strategies.engines.jax.padded_rows import (
     with_zeros,
 )
 from keras_strategies.engines.jax.strategy_distribution import splits
-from keras_strategies.engines.jax.unread_rows import (
-    StackedRows,
-    UnreadRows,
-    is_unread,
-)
+from keras_strategies.engines.jax.unread_rows import UnreadRows, is_unread
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.models.input_adapters import BatchPlacer, own_part
 from keras_strategies.runtime.batch_prefetch import compared_ahead, prefetch_one
@@ -43,31 +39,13 @@ class JaxBatchPlacer(abc.ABC):
         """The batch on the devices; arrays already there are not copied."""
 
     @abc.abstractmethod
-    def abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """What `place` makes of an array, with a `jax.ShapeDtypeStruct` in it."""
-
-    @abc.abstractmethod
-    def place_several(self, batches: Sequence[Any]) -> Any:
-        """Batches of equal shapes on the devices, stacked along a new first axis."""
-
     def batches(
-        self, batches: Iterable[Any], several: int = 1, steps: int | None = None
+        self, batches: Iterable[Any], steps: int | None = None
     ) -> Iterator[Any]:
         """The batches on the devices, transferred at or before `next`.
 
-        With `several` batches in one call of Keras's loop (`steps_per_execution`) they
-        are not transferred here, but by `place_several`, except a `WorkerBatch`. After
-        `steps`, the next batch is not read before it is asked for.
+        After `steps`, the next batch is not read before it is asked for.
         """
-        if several > 1:
-            return map(self._of_one, batches)
-        return self._placed(batches, steps)
-
-    def _of_one(self, batch: Any) -> Any:
-        return self.place(batch) if isinstance(batch, WorkerBatch) else batch
-
-    @abc.abstractmethod
-    def _placed(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]: ...
 
     def _begin(self, batch: Any) -> Callable[[], Any]:
         # The transfer is asynchronous: programs wait for their inputs.
@@ -105,8 +83,6 @@ class MeshPlacer(JaxBatchPlacer):
         self._size = mesh.shape[axis]
         self._split = jax.NamedSharding(mesh, jax.P(axis))
         self._replicated = jax.NamedSharding(mesh, jax.P())
-        self._split_several = jax.NamedSharding(mesh, jax.P(None, axis))
-        self._replicated_several = jax.NamedSharding(mesh, jax.P(None))
         self._ahead = mesh.devices.flat[0].platform != "cpu"
 
     def place(self, batch: Any) -> Any:
@@ -147,7 +123,7 @@ class MeshPlacer(JaxBatchPlacer):
             def read(index: Any) -> Any:
                 start, stop, _ = index[0].indices(length)
                 found = host_copy(leaf[start - first : stop - first])
-                return with_zeros(found, 0, stop - start - len(found))
+                return with_zeros(found, stop - start - len(found))
 
             shape = (length, *leaf.shape[1:])
             array = jax.make_array_from_callback(shape, self._split, read)
@@ -155,52 +131,30 @@ class MeshPlacer(JaxBatchPlacer):
 
         return jax.tree.map(placed, batch.batch)
 
-    def place_several(self, batches: Sequence[Any]) -> Any:
-        if any(map(_has_jax_arrays, batches)):
-            placed = [self.place(batch) for batch in batches]
-            shardings = jax.tree.map(self._sharding_of_several, placed[0])
-            return jax.jit(_stack, out_shardings=shardings)(*placed)
-        for batch in batches:
-            check_batch(batch)
-            self._compare(batch)
-        leaves, structure = jax.tree.flatten(_stacked(batches))
-        return jax.tree.unflatten(structure, self._put(leaves, 1))
-
-    def _put(self, leaves: Sequence[Any], axis: int = 0) -> list[Any]:
+    def _put(self, leaves: Sequence[Any]) -> list[Any]:
         """Arrays on the mesh, in one transfer except for padded ones."""
         arrays = [leaf if is_padded(leaf) else _as_array(leaf) for leaf in leaves]
-        is_uneven = [self._is_uneven(array.shape[axis:]) for array in arrays]
+        is_uneven = [self._is_uneven(array.shape) for array in arrays]
         even = [a for a, uneven in zip(arrays, is_uneven, strict=True) if not uneven]
-        split, replicated = (
-            (self._split_several, self._replicated_several)
-            if axis
-            else (self._split, self._replicated)
-        )
-        shardings = [
-            split if splits(array.shape[axis:], self._size) else replicated
-            for array in even
-        ]
+        shardings = [self._sharding(array.shape) for array in even]
         even = [
-            np.asarray(array) if to is replicated and is_unread(array) else array
+            np.asarray(array) if to is self._replicated and is_unread(array) else array
             for array, to in zip(even, shardings, strict=True)
         ]
         placed = iter(put(even, shardings))
         return [
-            self._padded(array, axis) if uneven else next(placed)
+            self._padded(array) if uneven else next(placed)
             for array, uneven in zip(arrays, is_uneven, strict=True)
         ]
 
     def _is_uneven(self, shape: Sequence[int]) -> bool:
         return self._pads and len(shape) > 0 and shape[0] % self._size > 0
 
-    def _padded(self, array: Any, axis: int) -> PaddedRows:
-        if is_padded(array):
-            return array  # type: ignore[no-any-return]
-        return put_padded(array, self._split, axis)
+    def _sharding(self, shape: tuple[int, ...]) -> jax.NamedSharding:
+        return self._split if splits(shape, self._size) else self._replicated
 
-    def _sharding_of_several(self, leaf: Any) -> jax.sharding.Sharding:
-        is_split = splits(leaf.shape, self._size)
-        return self._split_several if is_split else self._replicated_several
+    def _padded(self, array: Any) -> PaddedRows:
+        return array if is_padded(array) else put_padded(array, self._split)
 
     @property
     def row_sharding(self) -> jax.NamedSharding:
@@ -208,14 +162,17 @@ class MeshPlacer(JaxBatchPlacer):
         return self._split
 
     def abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """What `place` makes of an array, with a `jax.ShapeDtypeStruct` in it."""
         if not self._is_uneven(shape):
-            sharding = self._split if splits(shape, self._size) else self._replicated
+            sharding = self._sharding(shape)
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         padded = (padded_length(shape[0], self._size), *shape[1:])
         array = jax.ShapeDtypeStruct(padded, dtype, sharding=self._split)
         return PaddedRows(array, shape[0], self._split)
 
-    def _placed(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
+    def batches(
+        self, batches: Iterable[Any], steps: int | None = None
+    ) -> Iterator[Any]:
         workers = None if self._workers is None else self._workers.steps
         if workers is not None and (workers.compares or self._ahead):
             yield from compared_ahead(batches, self.place, workers, steps)
@@ -240,13 +197,6 @@ class DevicePlacer(JaxBatchPlacer):
             return jax.tree.map(host_copy, batch)
         return jax.tree.map(self._place_leaf, batch)
 
-    def place_several(self, batches: Sequence[Any]) -> Any:
-        return self.place(_stacked(batches))
-
-    def abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        sharding = jax.sharding.SingleDeviceSharding(self._device)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
     def _place_leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             # This device is the default one in the strategy's scope.
@@ -255,7 +205,9 @@ class DevicePlacer(JaxBatchPlacer):
             return leaf
         return jax.device_put(leaf, self._device)
 
-    def _placed(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
+    def batches(
+        self, batches: Iterable[Any], steps: int | None = None
+    ) -> Iterator[Any]:
         if self._is_cpu:
             return (self.place(batch) for batch in batches)
         return prefetch_one(batches, self._begin, steps)
@@ -271,12 +223,8 @@ class HostBatches:
         """The batch."""
         return batch
 
-    def place_several(self, batches: Sequence[Any]) -> Sequence[Any]:
-        """The batches."""
-        return batches
-
     def batches(
-        self, batches: Iterable[Any], several: int = 1, steps: int | None = None
+        self, batches: Iterable[Any], steps: int | None = None
     ) -> Iterator[Any]:
         """The batches."""
         return iter(batches)
@@ -302,12 +250,12 @@ class BuildingBatches:
         return self._placer.reads_own_rows and not self._is_building()
 
     def batches(
-        self, batches: Iterable[Any], several: int = 1, steps: int | None = None
+        self, batches: Iterable[Any], steps: int | None = None
     ) -> Iterator[Any]:
         """The batches; of a `WorkerBatch` this worker's rows, which build a model."""
         if self._is_building():
             return map(own_part, batches)
-        return self._placer.batches(batches, several, steps)
+        return self._placer.batches(batches, steps)
 
 
 def _as_array(leaf: Any) -> Any:
@@ -317,17 +265,3 @@ def _as_array(leaf: Any) -> Any:
 
 def _has_jax_arrays(batch: Any) -> bool:
     return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))
-
-
-def _stacked(batches: Sequence[Any]) -> Any:
-    """Batches of equal shapes, stacked; those on devices by a program."""
-    if any(map(_has_jax_arrays, batches)):
-        return jax.jit(_stack)(*batches)
-    return jax.tree.map(
-        lambda *leaves: (StackedRows if is_unread(leaves[0]) else np.stack)(leaves),
-        *batches,
-    )
-
-
-def _stack(*batches: Any) -> Any:
-    return jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *batches)

@@ -22,7 +22,7 @@ from jax import numpy as jnp
 
 from keras_strategies.engines.jax.array_placement import host_copy, put_one
 
-_Static = tuple[int, jax.NamedSharding, bool]
+_Static = tuple[int, jax.NamedSharding]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -33,21 +33,18 @@ class PaddedRows:
     JAX sees its array, and Keras a tensor of the true shape.
 
     Args:
-        array: array of shape `(padded, ...)`; of the batches of `steps_per_execution`
-            `(count, padded, ...)`.
-        rows: int, the number of rows of a batch without padding.
-        sharding: the sharding of the rows of a batch.
-        stacked: bool, whether these are the outputs of several batches.
+        array: array of shape `(padded, ...)`.
+        rows: int, the number of rows without padding.
+        sharding: the sharding of the rows.
     """
 
     array: Any
     rows: int
     sharding: jax.NamedSharding
-    stacked: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one batch, without padding."""
+        """The shape without padding."""
         return (self.rows, *self.array.shape[1:])
 
     @property
@@ -64,13 +61,12 @@ class PaddedRows:
 
     def tree_flatten(self) -> tuple[tuple[Any], _Static]:
         """The children and the static data, for JAX."""
-        return (self.array,), (self.rows, self.sharding, self.stacked)
+        return (self.array,), (self.rows, self.sharding)
 
     @classmethod
     def tree_unflatten(cls, static: _Static, children: tuple[Any]) -> PaddedRows:
         """The inverse of `tree_flatten`, for JAX."""
-        rows, sharding, stacked = static
-        return cls(children[0], rows, sharding, stacked)
+        return cls(children[0], *static)
 
 
 def _replicated_rows(array: Any, rows: int, mesh: Any) -> jax.Array:
@@ -116,61 +112,47 @@ def padded_sizes(rows: int, count: int) -> list[int]:
     return [max(0, min(most, rows - start * most)) for start in range(count)]
 
 
-def put_padded(array: Any, sharding: jax.NamedSharding, axis: int = 0) -> PaddedRows:
+def put_padded(array: Any, sharding: jax.NamedSharding) -> PaddedRows:
     """Shards an array's rows over a mesh.
 
     Args:
-        array: NumPy or JAX array of shape `(rows, ...)`, or with `axis=1`
-            `(count, rows, ...)`, with one row or more.
-        sharding: the sharding of the rows of one batch.
-        axis: int, the axis of the rows.
+        array: NumPy or JAX array of shape `(rows, ...)`, with one row or more.
+        sharding: the sharding of the rows.
     """
-    rows = array.shape[axis]
-    placed = _along(sharding, axis)
+    rows = array.shape[0]
     if isinstance(array, jax.Array):
-        return PaddedRows(_moved(array, sharding, axis), rows, sharding)
-    length = _length(rows, sharding)
-    shape = (*array.shape[:axis], length, *array.shape[axis + 1 :])
-    read = _reader(array, axis, length)
-    return PaddedRows(jax.make_array_from_callback(shape, placed, read), rows, sharding)
+        return PaddedRows(_moved(array, sharding), rows, sharding)
+    shape = (_length(rows, sharding), *array.shape[1:])
+
+    def read(index: Any) -> Any:
+        # Only the rows are in memory.
+        start, stop, _ = index[0].indices(shape[0])
+        missing = stop - max(start, min(stop, rows))
+        return with_zeros(host_copy(array[index]), missing)
+
+    placed = jax.make_array_from_callback(shape, sharding, read)
+    return PaddedRows(placed, rows, sharding)
 
 
 def _length(rows: int, sharding: jax.NamedSharding) -> int:
     return padded_length(rows, sharding.mesh.shape[sharding.spec[0]])
 
 
-def _along(sharding: jax.NamedSharding, axis: int) -> jax.NamedSharding:
-    return jax.NamedSharding(sharding.mesh, jax.P(*[None] * axis, *sharding.spec))
-
-
-def _moved(array: jax.Array, sharding: jax.NamedSharding, axis: int) -> Any:
+def _moved(array: jax.Array, sharding: jax.NamedSharding) -> Any:
     """An array on the mesh: padded, or replicated for a program that shards it."""
     is_on_mesh = array.sharding.device_set == sharding.device_set
     if is_on_mesh or not array.is_fully_addressable:
         return put_one(array, jax.NamedSharding(sharding.mesh, jax.P()))
-    missing = _length(array.shape[axis], sharding) - array.shape[axis]
-    return put_one(with_zeros(array, axis, missing), _along(sharding, axis))
+    missing = _length(array.shape[0], sharding) - array.shape[0]
+    return put_one(with_zeros(array, missing), sharding)
 
 
-def with_zeros(array: Any, axis: int, count: int) -> Any:
-    """An array with zeros at the end of an axis."""
+def with_zeros(array: Any, count: int) -> Any:
+    """An array with rows of zeros at its end."""
     if not count:
         return array
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, count)
+    widths = [(0, count)] + [(0, 0)] * (array.ndim - 1)
     return (jnp if isinstance(array, jax.Array) else np).pad(array, widths)
-
-
-def _reader(array: Any, axis: int, length: int) -> Callable[[Any], Any]:
-    """Reads a part of a padded array of which only the rows are in memory."""
-    rows = array.shape[axis]
-
-    def read(index: Any) -> Any:
-        found = host_copy(array[index])
-        start, stop, _ = index[axis].indices(length)
-        return with_zeros(found, axis, stop - max(start, min(stop, rows)))
-
-    return read
 
 
 def pad_outputs(outputs: Any, sharding: jax.NamedSharding) -> Any:
@@ -188,7 +170,7 @@ def pad_outputs(outputs: Any, sharding: jax.NamedSharding) -> Any:
             return jax.lax.with_sharding_constraint(leaf, replicated)
         rows = leaf.shape[0]
         sharded = jax.lax.with_sharding_constraint(leaf, sharding)
-        every = with_zeros(sharded, 0, _length(rows, sharding) - rows)
+        every = with_zeros(sharded, _length(rows, sharding) - rows)
         return PaddedRows(
             jax.lax.with_sharding_constraint(every, sharding), rows, sharding
         )
@@ -207,7 +189,7 @@ def outputs_on_host(outputs: Any, gather_rows: GatherRows | None = None) -> Any:
     """A program's outputs, with sharded rows as NumPy arrays without padding.
 
     Args:
-        outputs: structure of arrays and of `PaddedRows`, of one batch or several.
+        outputs: structure of arrays and of `PaddedRows`.
         gather_rows: gathers rows from other workers; None without a cluster.
     """
     return jax.tree.map(
@@ -218,41 +200,32 @@ def outputs_on_host(outputs: Any, gather_rows: GatherRows | None = None) -> Any:
 
 
 def _on_host(padded: PaddedRows, gather_rows: GatherRows | None) -> Any:
-    axis = int(padded.stacked)
     if padded.array.is_fully_addressable:
-        every = np.asarray(padded.array)
-    else:
-        assert gather_rows is not None
-        every = _gathered(padded.array, axis, gather_rows)
-    if not padded.stacked:
-        return every[: padded.rows]
-    return every[:, : padded.rows].reshape(-1, *every.shape[2:])
+        return np.asarray(padded.array)[: padded.rows]
+    assert gather_rows is not None
+    return _gathered(padded.array, gather_rows)[: padded.rows]
 
 
-def _gathered(array: jax.Array, axis: int, gather_rows: GatherRows) -> Any:
+def _gathered(array: jax.Array, gather_rows: GatherRows) -> Any:
     """The rows of an array on the devices of several workers, on the host of each."""
     # Each shard once, also where several devices have it, from the first worker.
     owners: dict[int, int] = {}
     device: Any
     for device, index in array.sharding.devices_indices_map(array.shape).items():
-        start = index[axis].start or 0
+        start = index[0].start or 0
         owners[start] = min(
             device.process_index, owners.get(start, device.process_index)
         )
     order = sorted(owners, key=lambda start: (owners[start], start))
-    length = array.shape[axis] // len(order)
-    own = {
-        shard.index[axis].start or 0: shard.data for shard in array.addressable_shards
-    }
+    length = array.shape[0] // len(order)
+    own = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
     process = jax.process_index()
     shards = [own[start] for start in order if owners[start] == process]
-    empty = np.empty((0, *np.delete(array.shape, axis)), array.dtype)
-    parts = [empty, *(np.moveaxis(np.asarray(shard), axis, 0) for shard in shards)]
+    empty = np.empty((0, *array.shape[1:]), array.dtype)
     counts = [
         length * sum(owner == worker for owner in owners.values())
         for worker in range(jax.process_count())
     ]
-    rows = np.asarray(gather_rows(np.concatenate(parts), counts))
+    rows = np.asarray(gather_rows(np.concatenate([empty, *shards]), counts))
     blocks = rows.reshape(len(order), length, *rows.shape[1:])
-    in_order = blocks[np.argsort(order)].reshape(rows.shape)
-    return np.moveaxis(in_order, 0, axis)
+    return blocks[np.argsort(order)].reshape(rows.shape)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from keras_strategies.keras_compat.models.input_adapters import floatx_type
 
@@ -43,31 +40,6 @@ class UnreadRows:
         return found if dtype is None else found.astype(dtype)
 
 
-class StackedRows:
-    """The rows of several batches of equal shapes, along a new first axis.
-
-    Args:
-        batches: `UnreadRows` of each batch.
-    """
-
-    def __init__(self, batches: Sequence[UnreadRows]):
-        self._batches = batches
-        self.dtype = batches[0].dtype
-        self.shape = (len(batches), *batches[0].shape)
-
-    @property
-    def ndim(self) -> int:
-        """int, the number of axes."""
-        return len(self.shape)
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Any:
-        return np.stack([batch[index[1:]] for batch in self._batches[index[0]]])
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        found = self[(slice(None), slice(None))]
-        return found if dtype is None else found.astype(dtype)
-
-
 def is_unread(leaf: Any) -> bool:
     """Whether a leaf of a batch has not been read."""
-    return isinstance(leaf, (UnreadRows, StackedRows))
+    return isinstance(leaf, UnreadRows)

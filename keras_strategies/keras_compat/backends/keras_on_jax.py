@@ -47,7 +47,7 @@ def epoch_batches(original: Any, self: Any) -> Any:
         batches = array_batches(adapter, placer.unread)
     if batches is None:
         batches = adapter.get_jax_iterator()
-    return placer.batches(batches, self.steps_per_execution, self.steps_per_epoch)
+    return placer.batches(batches, self.steps_per_epoch)
 
 
 class _Placement:

@@ -343,14 +343,11 @@ class BatchPlacer(Protocol):
     #: Whether arrays of batches may be those of `unread`.
     reads_own_rows: bool
 
-    def batches(
-        self, batches: Iterable[Any], several: int, steps: int | None
-    ) -> Iterator[Any]:
+    def batches(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
         """The batches, each moved to the devices when it is requested.
 
         Args:
             batches: the batches of Keras's loop.
-            several: int, `steps_per_execution`.
             steps: int, `steps_per_epoch` if it was given.
         """
 

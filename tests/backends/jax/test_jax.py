@@ -26,7 +26,6 @@ from keras import layers
 
 import keras_strategies as ks
 from keras_strategies.engines.jax.fit import central_storage_trainer, compiled_steps
-from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 from keras_strategies.engines.jax.function import compiled_program
 
 
@@ -161,42 +160,9 @@ def no_compilation():
     assert not compiled
 
 
-@pytest.fixture
-def programs(monkeypatch):
-    """The numbers of steps of the programs that run."""
-    found = []
-    run = CompiledStep._run
-
-    def recording(self, state, batch, count):
-        found.append(count or 1)
-        return run(self, state, batch, count)
-
-    monkeypatch.setattr(CompiledStep, "_run", recording)
-    return found
-
-
-def model_of_several_steps(name, steps):
-    with STRATEGIES[name]().scope():
-        return small_model(keras.optimizers.Adam(0.01), steps_per_execution=steps)
-
-
-@pytest.mark.parametrize("name", ["mirrored_2", "one_device"])
-def test_batches_of_equal_shapes_are_one_program(name, programs):
-    model = model_of_several_steps(name, 3)
-    x, y = rows(27)
-    # Seven batches, the last of three rows.
-    for call in (model.fit, model.evaluate):
-        programs.clear()
-        call(x, y, batch_size=4, verbose=0)
-        assert programs == [3, 3, 1]
-    programs.clear()
-    # The uneven batch is among the three.
-    model.fit(x[:23], y[:23], batch_size=4, verbose=0, shuffle=False)
-    assert programs == [3, 1, 1, 1]
-
-
 def test_steps_before_a_failing_batch_are_done():
-    model = model_of_several_steps("mirrored_2", 4)
+    with STRATEGIES["mirrored_2"]().scope():
+        model = small_model(keras.optimizers.Adam(0.01), steps_per_execution=4)
     x, y = rows(4)
 
     def batches():

@@ -124,8 +124,8 @@ def programs(monkeypatch):
     found: dict[str, list[Any]] = {"train": [], "test": [], "predict": []}
     jitted = CompiledStep._jitted
 
-    def recording(self, state, step):
-        program, executables = jitted(self, state, step), {}
+    def recording(self, state):
+        program, executables = jitted(self, state), {}
 
         def run(*arguments):
             shapes = map(np.shape, jax.tree.leaves(arguments))
@@ -170,26 +170,6 @@ def test_methods_give_the_numbers_of_one_device(strategy, name, rows, programs):
                 sent = sent_bytes(many.as_text())
                 sent.pop("all-reduce", None)
                 assert sum(nbytes for _, nbytes in sent.values()) < 400, (kind, sent)
-
-
-def test_several_steps_are_one_sharded_program(programs):
-    """`steps_per_execution`: the padding is sliced off in the loop of the program."""
-
-    def results(strategy):
-        x, y = normal(5 * 4, 6), labels(5 * 4)
-        with strategy.scope():
-            model = compiled("contrast", steps_per_execution=2)
-        history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
-        return {
-            "history": [history.history[key] for key in sorted(history.history)],
-            "evaluate": model.evaluate(x, y, 5, 0),
-            "predict": [model.predict(x, 5, 0)],
-            "weights": model.get_weights(),
-        }
-
-    found = results(STRATEGIES["mirrored_4"]())
-    assert all(len(each) == 1 for each in programs.values())
-    assert_same(found, results(STRATEGIES["one_device"]()), 1e-4)
 
 
 def test_several_inputs_and_outputs_in_mixed_precision():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import keras
 import numpy as np
 
 from keras_strategies.communication.worker_steps import WorkerSteps
-from keras_strategies.engines.jax.batch_placement import HostBatches, JaxBatchPlacer
+from keras_strategies.engines.jax.batch_placement import JaxBatchPlacer
 from keras_strategies.engines.jax.grouped_convolutions import convolutions_by_rows
 from keras_strategies.engines.jax.padded_rows import (
     GatherRows,
@@ -94,8 +93,6 @@ DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 class CompiledStep:
     """A compiled step; its new state is recorded as soon as it exists.
 
-    Several batches of equal shapes are one program, a `jax.lax.scan` over them.
-
     Args:
         model: the model.
         kind: str, "train", "test" or "predict".
@@ -122,45 +119,23 @@ class CompiledStep:
         self._state_sharding = state_sharding
         self._outputs = outputs
         self._workers = workers
-        self._programs: dict[tuple[int | None, ...], Callable[..., Any]] = {}
+        # By the lengths of the groups of the state, which change with `trainable`.
+        self._programs: dict[tuple[int, ...], Callable[..., Any]] = {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """The outputs, and the state after the step."""
-        return self._run(state, batch, None)
 
-    def several(self, state: Any, batches: Any, count: int) -> tuple[Any, Any]:
-        """Runs a step for each of several batches.
-
-        Args:
-            state: groups of arrays.
-            batches: structure of arrays of shape `(count, rows, ...)`.
-            count: int, the number of batches.
-
-        Returns:
-            The outputs of "predict" of all batches, concatenated, or else those of the
-            last batch; and the state after it.
-        """
-        return self._run(state, batches, count)
-
-    def _program_of(self, state: Any, count: int | None) -> Any:
-        key = (count, *map(len, state))
-        program = self._programs.get(key)
-        if program is None:
-            step = self._step
-            if count is not None:
-                step = _scanned(step, self._kind == "predict")
-            program = self._programs[key] = self._jitted(state, step)
-        return program
-
-    def _run(self, state: Any, batch: Any, count: int | None) -> tuple[Any, Any]:
         def record(results: tuple[Any, Any]) -> None:
             record_jax_state(self._model, self._kind, results[1])
 
-        program = self._program_of(state, count)
+        key = tuple(map(len, state))
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._jitted(state)
         found: tuple[Any, Any] = call_recorded(program, (*state, batch), record)
         return found
 
-    def _jitted(self, state: Any, step: Step) -> Any:
+    def _jitted(self, state: Any) -> Any:
         changed = DONATED[self._kind]
         shardings = [
             self._state_sharding(group)
@@ -169,49 +144,13 @@ class CompiledStep:
             for i, group in enumerate(state)
         ]
         program = jax.jit(
-            lambda *args: step(args[:-1], args[-1]),
+            lambda *args: self._step(args[:-1], args[-1]),
             donate_argnums=changed if self._workers is None else (),
             out_shardings=(self._outputs, tuple(shardings)),
         )
         if self._workers is None:
             return program
         return AwaitedProgram(self._workers, program)
-
-
-def _scanned(step: Step, concatenates: bool) -> Step:
-    """A step on several batches, stacked along a new first axis."""
-
-    def steps(state: Any, batches: Any) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten(batches)
-
-        def body(state: Any, leaves: Any) -> tuple[Any, Any]:
-            outputs, new = step(state, jax.tree.unflatten(structure, leaves))
-            # `scan` requires equal types of its carry; constants are weakly typed.
-            return jax.tree.map(_strongly_typed, _lists(new)), outputs
-
-        state, outputs = jax.lax.scan(body, _lists(state), leaves)
-        combine = _merged_rows if concatenates else _last
-        return jax.tree.map(combine, outputs, is_leaf=is_padded), state
-
-    return steps
-
-
-def _lists(state: Any) -> tuple[list[Any], ...]:
-    return tuple(map(list, state))
-
-
-def _strongly_typed(array: Any) -> Any:
-    return jax.lax.convert_element_type(array, array.dtype)
-
-
-def _merged_rows(stacked: Any) -> Any:
-    if is_padded(stacked):
-        return dataclasses.replace(stacked, stacked=True)
-    return stacked.reshape(-1, *stacked.shape[2:])
-
-
-def _last(stacked: Any) -> Any:
-    return stacked[-1]
 
 
 def with_outputs(step: Step, sharding: jax.sharding.Sharding) -> Step:
@@ -255,11 +194,9 @@ def loop_function(
     kind: str,
     step: Step,
     prepare: Callable[[Any], Any],
-    placer: JaxBatchPlacer | HostBatches,
-    steps: WorkerSteps | None = None,
-    *,
-    on_host: bool = False,
-    gather_rows: GatherRows | None = None,
+    placer: JaxBatchPlacer,
+    steps: WorkerSteps | None,
+    gather_rows: GatherRows | None,
 ) -> Callable[..., Any]:
     """The function that Keras calls for each item of its loop: one step, or several.
 
@@ -268,14 +205,11 @@ def loop_function(
         kind: str, "train", "test" or "predict".
         step: the step.
         prepare: converts a state that was read from the variables.
-        placer: transfers batches that its iterator has not transferred.
+        placer: the transfer of batches to the devices.
         steps: the steps of several workers; None without a cluster.
-        on_host: bool, whether the batches of the loop are on the host.
         gather_rows: gathers rows from other workers; None without a cluster.
     """
     several = model.steps_per_execution
-    # Keras 3.15 does not place the input of `predict_on_batch`.
-    places = kind == "predict" or several > 1 or on_host
 
     def read(batches: Iterator[Any]) -> Any:
         if steps is None:
@@ -288,7 +222,8 @@ def loop_function(
             steps.await_checks()
 
     def one(state: Any, batch: Any) -> tuple[Any, Any]:
-        placed = placer.place(batch) if places else batch
+        # Keras 3.15 does not place the input of `predict_on_batch`.
+        placed = placer.place(batch) if kind == "predict" else batch
         recording.count_rows(batch)
         await_checks()
         outputs, state = step(state, placed)
@@ -299,55 +234,23 @@ def loop_function(
             state = tuple(group.arrays for group in state)
         else:
             state = prepare(state)
-        record_jax_state(model, kind, state)
-        if several == 1:
-            outputs, state = one(state, read(batches))
-            return outputs, LoopState.of(state)
-        items = [read(batches)]
-        failure = None
-        while len(items) < several:
+        every: list[Any] = []
+        while len(every) < several:
+            record_jax_state(model, kind, state)
             try:
-                items.append(read(batches))
+                batch = read(batches)
             except StopIteration:
+                if not every:
+                    raise
                 break
-            except Exception as error:
-                # Raised after the steps of the batches before it.
-                failure = error
-                break
-        if (
-            len(items) == several
-            and isinstance(step, CompiledStep)
-            and _have_same_signature(items)
-        ):
-            placed = placer.place_several(items)
-            await_checks()
-            outputs, state = step.several(state, placed, several)
-            return outputs_on_host(outputs, gather_rows), LoopState.of(state)
-        every = []
-        for batch in items:
             outputs, state = one(state, batch)
             every.append(outputs)
-        if failure is not None:
-            raise failure
-        if kind == "predict":
+        outputs = every[-1]
+        if kind == "predict" and len(every) > 1:
             outputs = concatenated(every)
         return outputs, LoopState.of(state)
 
     return function
-
-
-def _have_same_signature(batches: Sequence[Any]) -> bool:
-    """Whether batches have one structure, with equal shapes and dtypes."""
-    first, *others = map(_signature, batches)
-    return all(each == first for each in others)
-
-
-def _signature(batch: Any) -> Any:
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, [
-        (np.shape(leaf), jax.dtypes.result_type(getattr(leaf, "dtype", leaf)))
-        for leaf in leaves
-    ]
 
 
 def unshared(state: Any) -> tuple[Any, ...]:

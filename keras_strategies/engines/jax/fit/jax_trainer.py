@@ -63,8 +63,6 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     state_sharding_of_loops: jax.sharding.Sharding | None = None
     #: Where steps may be repeated with other workers; else None.
     rollback: RollbackDriver | None = None
-    #: Makes the function of loops of such steps, see `loop_function`.
-    repeatable_function: Callable[[Any, str], Callable[..., Any]] | None = None
 
     def __init__(self, strategy: StrategyCore, placer: JaxBatchPlacer):
         super().__init__(strategy.placement)
@@ -159,8 +157,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         if kind != "predict":
             self._place_compiled(model)
-        make_function = self.repeatable_function or self.loop_function
-        setattr(model, f"{kind}_function", make_function(model, kind))
+        setattr(model, f"{kind}_function", self.loop_function(model, kind))
 
     def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
         """The function that Keras calls for each item of its loop."""
@@ -172,8 +169,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
             self.prepared,
             self.placer,
             None if workers is None else workers.steps,
-            on_host=self.input_placer is not self.placer,
-            gather_rows=self.gather_rows,
+            self.gather_rows,
         )
 
     @property

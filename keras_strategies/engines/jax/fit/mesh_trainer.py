@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -120,8 +120,7 @@ class MeshTrainer(DistributionTrainer):
         self._elastic_workers: JaxCommunicator | None = None
         if isinstance(workers, JaxCommunicator) and not workers.actions.is_fixed:
             self._elastic_workers = workers
-            self.rollback = rollback = JaxRollback(self, workers)
-            self.repeatable_function = rollback.function
+            self.rollback = JaxRollback(self, workers)
             workers.when_replaced(self.replace_devices)
 
     def replace_devices(self) -> None:
@@ -133,6 +132,11 @@ class MeshTrainer(DistributionTrainer):
         self._distribution.replace_devices(devices)
         self._note_mesh()
         self.mesh_placer.use_mesh(self.mesh)
+
+    def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
+        if isinstance(self.rollback, JaxRollback):
+            return self.rollback.function(model, kind)
+        return super().loop_function(model, kind)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)
@@ -157,7 +161,7 @@ class MeshTrainer(DistributionTrainer):
         self.set_layouts([*model.variables, *model.optimizer.variables])
         self.set_layouts(model.metrics_variables)
         step = self.plain_step(model, "train")
-        return step_cost(model, step, batch, self.placer.abstract)
+        return step_cost(model, step, batch, self.mesh_placer.abstract)
 
     def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:
         return self.keras_step(model, kind)

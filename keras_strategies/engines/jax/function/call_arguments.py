@@ -129,7 +129,7 @@ class CallArguments:
     ) -> None:
         index, most = len(self.parts), max(rows)
         # Zeros after the rows of each component, where it is.
-        self.parts.append([with_zeros(p, 0, most - p.shape[0]) for p in parts])
+        self.parts.append([with_zeros(p, most - p.shape[0]) for p in parts])
         self._makers.append(
             lambda _, joined, program: kind(program.split_padded(joined[index], rows))
         )

@@ -204,7 +204,7 @@ class ProgramState(TraceState):
         parts = [jnp.asarray(part) for part in parts]
         if len({part.shape for part in parts}) > 1:
             most = max(part.shape[0] for part in parts)
-            parts = [with_zeros(part, 0, most - part.shape[0]) for part in parts]
+            parts = [with_zeros(part, most - part.shape[0]) for part in parts]
         return jnp.stack(parts) if is_stacked(parts[0]) else jnp.concatenate(parts)
 
     def split_padded(self, array: Any, rows: Sequence[int]) -> list[Any]:
