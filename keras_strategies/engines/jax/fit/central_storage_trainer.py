@@ -23,7 +23,6 @@ from keras_strategies.engines.jax.fit.partitioned_step import (
 from keras_strategies.engines.jax.recorded_results import call_recorded
 from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
-from keras_strategies.runtime.placement import StepCost, mirrored_step_cost
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -40,9 +39,6 @@ class CentralStorageTrainer(DistributionTrainer):
         self.at_home = jax.sharding.SingleDeviceSharding(self.home)
         self.state_sharding_of_loops = self.at_home
         self.mesh_copies = MeshCopies(self.replicated)
-
-    def step_cost(self, model: Any, batch: Any) -> StepCost:
-        return mirrored_step_cost(self.placement, model)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.keras_step(model, kind)

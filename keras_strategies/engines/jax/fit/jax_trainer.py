@@ -43,7 +43,11 @@ from keras_strategies.keras_compat.variables.strategy_variables import (
 )
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import CheckpointDriver, FitDriver, RollbackDriver
-from keras_strategies.runtime.placement import VariableCopy
+from keras_strategies.runtime.placement import (
+    StepCost,
+    VariableCopy,
+    mirrored_step_cost,
+)
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -84,6 +88,9 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     def distribution(self) -> StrategyDistribution | None:
         """The layouts of batches and variables; None on one device."""
         return None
+
+    def step_cost(self, model: Any, batch: Any) -> StepCost:
+        return mirrored_step_cost(self.placement, model)
 
     @abc.abstractmethod
     def step(self, model: Any, kind: str) -> compiled_steps.Step:

@@ -12,7 +12,6 @@ from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
 from keras_strategies.keras_compat.backends.keras_on_jax import move_variable
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.placement import StepCost, mirrored_step_cost
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -25,9 +24,6 @@ class OneDeviceTrainer(JaxTrainer):
         device = jax_device(strategy.placement.variables)
         super().__init__(strategy, DevicePlacer(device))
         self.state_sharding_of_loops = jax.sharding.SingleDeviceSharding(device)
-
-    def step_cost(self, model: Any, batch: Any) -> StepCost:
-        return mirrored_step_cost(self.placement, model)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = compiled_steps.keras_step(model, kind)

@@ -243,7 +243,7 @@ class CompiledProgram:
     ) -> tuple[list[Any], list[Any]]:
         assert self._jitted is not None
         sharding = self.sharding
-        plain = sharding.place_inputs(plain)
+        plain = sharding.place(plain)
         joined = [sharding.join(own) for own in parts]
         kept = self._state(self._kept)
         if self._elastic_workers is None:

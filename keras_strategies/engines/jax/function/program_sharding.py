@@ -75,42 +75,17 @@ class ProgramSharding:
         if replicated is None:
             return list(arrays)
 
-        def is_there(array: jax.Array) -> bool:
+        def is_there(array: Any) -> bool:
+            if not isinstance(array, jax.Array) or not array.committed:
+                return False
             # Results of programs have the object itself.
             own = array.sharding
-            return (own is replicated or own == replicated) and array.committed
+            return own is replicated or own == replicated
 
-        return self._moved(arrays, is_there)
-
-    def place_inputs(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arguments of a program, replicated.
-
-        On a single device an argument keeps a sharding of another type. State cannot:
-        a program returns it with the program's type of sharding, and the next call
-        would be compiled again.
-        """
-        replicated = self.replicated
-        if replicated is None:
-            return list(arrays)
-        if len(replicated.device_set) > 1:
-            return self.place(arrays)
-        return self._moved(
-            arrays,
-            lambda array: array.committed and array.devices() == replicated.device_set,
-        )
-
-    def _moved(
-        self, arrays: Sequence[Any], is_there: Callable[[jax.Array], bool]
-    ) -> list[Any]:
         found = list(arrays)
-        away = [
-            i
-            for i, array in enumerate(found)
-            if not isinstance(array, jax.Array) or not is_there(array)
-        ]
+        away = [i for i, array in enumerate(found) if not is_there(array)]
         if away:
-            assert self.replicated is not None
-            moved = put_all([found[i] for i in away], self.replicated)
+            moved = put_all([found[i] for i in away], replicated)
             for i, array in zip(away, moved, strict=True):
                 found[i] = array
         return found

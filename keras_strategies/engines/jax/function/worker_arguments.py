@@ -129,15 +129,11 @@ def _description(leaf: Any) -> list[Any]:
 
 def _check_arguments(every: Sequence[Any], name: str) -> None:
     """Raises if the workers' arguments differ in kinds, shapes or dtypes of arrays."""
-    for other, descriptions in enumerate(every):
-        kinds = [
-            description if description[0] == "array" else description[0]
-            for description in descriptions
-        ]
-        first = [
-            description if description[0] == "array" else description[0]
-            for description in every[0]
-        ]
+    first, *others = (
+        [each if each[0] == "array" else each[0] for each in descriptions]
+        for descriptions in every
+    )
+    for other, kinds in enumerate(others, 1):
         if kinds != first:
             raise WorkerError(
                 f"Workers call {name!r} with different arguments: worker 0 with "

@@ -29,87 +29,74 @@ def value_and_grad(
     fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool
 ) -> Callable[..., Any]:
     """See `ks.value_and_grad`."""
-    wanted = [
-        v for v in variables if v.trainable and keras.backend.is_float_dtype(v.dtype)
-    ]
+    wanted = {
+        id(v): v
+        for v in variables
+        if v.trainable and keras.backend.is_float_dtype(v.dtype)
+    }
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         outer = current_stateless_scope()
-        call = _Differentiated(outer, lambda: fn(*args, **kwargs), wanted, has_aux)
-        loss, aux, found = call()
-        gradients = [found.get(id(variable)) for variable in variables]
-        return ((loss, aux) if has_aux else loss), gradients
+        overrides = ValueOverrides()
+        state: TracedReplicaState | NestedState
+        aux: Any = None
+
+        def pure(values: list[Any]) -> Any:
+            """The loss, and as auxiliary outputs all that the trace has made."""
+            nonlocal overrides, state, aux
+            overrides = ValueOverrides(list(wanted.values()), values)
+            state = _state_inside(outer, overrides)
+            with state.scope():
+                result = fn(*args, **kwargs)
+            loss, aux = result if has_aux else (result, None)
+            loss = jnp.asarray(loss)
+            arrays: list[Any] = []
+
+            def without_array(leaf: Any) -> Any:
+                if isinstance(leaf, jax.Array):
+                    arrays.append(leaf)
+                    return _ARRAY
+                return leaf
+
+            check_values(aux)
+            aux = map_structure(without_array, aux)
+            return loss, (loss, arrays, state.updated_values())
+
+        values = [_value(outer, variable) for variable in wanted.values()]
+        differentiate = jax.value_and_grad(pure, has_aux=True)
+        (_, (loss, arrays, updates)), gradients = differentiate(values)
+        state.commit(updates)
+        rest = iter(arrays)
+        aux = map_structure(lambda leaf: next(rest) if leaf is _ARRAY else leaf, aux)
+        # A variable that was not read has no gradient.
+        found = {
+            key: gradient
+            for key, gradient in zip(wanted, gradients, strict=True)
+            if key in overrides.read
+        }
+        of_variables = [found.get(id(variable)) for variable in variables]
+        return ((loss, aux) if has_aux else loss), of_variables
 
     return wrapped
 
 
-class _Differentiated:
-    """A function as a pure one of the values of variables, differentiated once."""
+def _state_inside(
+    outer: Any, overrides: ValueOverrides
+) -> TracedReplicaState | NestedState:
+    """The state of a differentiated function in a scope."""
+    policy = policy_of(outer)
+    if isinstance(policy, TracedReplicaState):
+        return policy.nested(overrides)
+    return NestedState(outer, overrides)
 
-    def __init__(
-        self,
-        outer: Any,
-        fn: Callable[[], Any],
-        variables: Sequence[Any],
-        has_aux: bool,
-    ):
-        self._outer = outer
-        self._fn = fn
-        self._variables = list({id(v): v for v in variables}.values())
-        self._has_aux = has_aux
-        self._state: Any = None
-        self._overrides = ValueOverrides()
-        self._aux: Any = None
 
-    def __call__(self) -> tuple[Any, Any, dict[int, Any]]:
-        values = [self._value(variable) for variable in self._variables]
-        differentiate = jax.value_and_grad(self._pure, has_aux=True)
-        (_, (loss, arrays, updates)), gradients = differentiate(values)
-        self._state.commit(updates)
-        rest = iter(arrays)
-        aux = map_structure(
-            lambda leaf: next(rest) if leaf is _ARRAY else leaf, self._aux
-        )
-        ids = [id(variable) for variable in self._variables]
-        found = {
-            key: gradient
-            for key, gradient in zip(ids, gradients, strict=True)
-            if key in self._overrides.read
-        }
-        return loss, aux, found
-
-    def _value(self, variable: Any) -> Any:
-        if self._outer is not None:
-            value = self._outer.get_current_value(variable)
-            if value is not None:
-                return value
-        if raw_value(variable) is None:
-            # Created in this trace, which sees the initializer's value.
-            return jnp.asarray(variable.value, variable.dtype)
-        return jnp.asarray(raw_value(variable))
-
-    def _pure(self, values: list[Any]) -> Any:
-        outer = policy_of(self._outer)
-        self._overrides = overrides = ValueOverrides(self._variables, values)
-        inner: TracedReplicaState | NestedState
-        if isinstance(outer, TracedReplicaState):
-            inner = outer.nested(overrides)
-        else:
-            inner = NestedState(self._outer, overrides)
-        self._state = inner
-        with inner.scope():
-            result = self._fn()
-        loss, aux = result if self._has_aux else (result, None)
-        loss = jnp.asarray(loss)
-        arrays: list[Any] = []
-
-        def without_array(leaf: Any) -> Any:
-            if isinstance(leaf, jax.Array):
-                arrays.append(leaf)
-                return _ARRAY
-            return leaf
-
-        check_values(aux)
-        self._aux = map_structure(without_array, aux)
-        return loss, (loss, arrays, inner.updated_values())
+def _value(outer: Any, variable: Any) -> Any:
+    if outer is not None:
+        value = outer.get_current_value(variable)
+        if value is not None:
+            return value
+    if raw_value(variable) is None:
+        # Created in this trace, which sees the initializer's value.
+        return jnp.asarray(variable.value, variable.dtype)
+    return jnp.asarray(raw_value(variable))

@@ -30,6 +30,7 @@ from keras_strategies.communication.packing import pack_indices
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines.engine_sockets import EngineSockets
 from keras_strategies.engines.jax import compat
+from keras_strategies.engines.jax.device_collectives import reduced
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.workers.coordination_relay import Relay
 from keras_strategies.engines.jax.workers.host_copies import HostCopies
@@ -47,13 +48,6 @@ DEFAULT_PACK = 32 * 2**20
 _COMPILATION = 300.0
 _LOOPBACK = "127.0.0.1"
 _WORKER_AXIS = "worker"
-
-_REDUCTIONS: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.SUM: jnp.sum,
-    ReduceOp.MEAN: jnp.mean,
-    ReduceOp.MIN: jnp.min,
-    ReduceOp.MAX: jnp.max,
-}
 
 
 @dataclass
@@ -383,9 +377,8 @@ class JaxCommunicator(Communicator):
 
 @functools.cache
 def _reduction(op: ReduceOp, mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
-    reduce = _REDUCTIONS[op]
     replicated = jax.NamedSharding(mesh, jax.P())
-    return jax.jit(lambda rows: reduce(rows, axis=0), out_shardings=replicated)
+    return jax.jit(lambda rows: reduced(op, rows), out_shardings=replicated)
 
 
 @functools.cache
