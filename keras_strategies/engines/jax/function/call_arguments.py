@@ -10,10 +10,6 @@ import keras
 import numpy as np
 
 from keras_strategies.engines.jax.function.argument_keys import SCALARS, static_key
-from keras_strategies.engines.jax.function.sharded_values import (
-    ShardedValues,
-    UnevenValues,
-)
 from keras_strategies.engines.jax.padded_rows import with_zeros
 from keras_strategies.values import (
     DistributedValues,
@@ -59,6 +55,19 @@ def structure_key(structure: Any) -> Any:
 _LeafMaker = Callable[[Sequence[Any], Sequence[Any], "ProgramState"], Any]
 
 
+class UnevenValues(PerReplica):
+    """Components of the local replicas, with other numbers of rows than on others.
+
+    Args:
+        values: the components.
+        rows: the number of rows of the component of each replica, of all workers.
+    """
+
+    def __init__(self, values: Sequence[Any], rows: Sequence[int]):
+        super().__init__(values)
+        self.rows = tuple(rows)
+
+
 class CallArguments:
     """A call's arguments as inputs of a program: arrays, and a key of the rest.
 
@@ -71,7 +80,7 @@ class CallArguments:
     def __init__(self, structure: Any, total: int | None = None):
         self._total = total
         self.plain: list[Any] = []
-        self.parts: list[Sequence[Any] | ShardedValues] = []
+        self.parts: list[Sequence[Any]] = []
         self._structure = structure
         self._makers: list[_LeafMaker] = []
         keys: list[Any] = [structure_key(structure)]
@@ -89,10 +98,6 @@ class CallArguments:
         if not isinstance(leaf, DistributedValues):
             self._makers.append(lambda *_: leaf)
             return ("static", static_key(leaf))
-        if isinstance(leaf, ShardedValues):
-            kind = (leaf.part_shape, leaf.array.dtype, False)
-            self._take_parts(leaf, len(leaf), False, PerReplica)
-            return (PerReplica, *[kind] * len(leaf))
         if not all(map(is_array, leaf.values)):
             self._makers.append(lambda *_: leaf)
             return ("parts", *map(static_key, leaf.values))
@@ -103,7 +108,7 @@ class CallArguments:
             return (*key, leaf.rows)
         if len({(part.shape, part.dtype) for part in parts}) == 1:
             stacked = len(parts[0].shape) == 0 or parts[0].shape[0] == 0
-            self._take_parts(parts, len(parts), stacked, type(leaf))
+            self._take_parts(parts, stacked, type(leaf))
         elif self._total is None and differ_in_rows(parts):
             rows = tuple(part.shape[0] for part in parts)
             self._take_padded(parts, rows, type(leaf))
@@ -114,9 +119,9 @@ class CallArguments:
         return key
 
     def _take_parts(
-        self, parts: Any, count: int, stacked: bool, kind: type[DistributedValues]
+        self, parts: list[Any], stacked: bool, kind: type[DistributedValues]
     ) -> None:
-        index, count = len(self.parts), self._total or count
+        index, count = len(self.parts), self._total or len(parts)
         self.parts.append(parts)
         self._makers.append(
             lambda _, joined, program: kind(

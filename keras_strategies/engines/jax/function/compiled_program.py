@@ -24,7 +24,6 @@ from jax import numpy as jnp
 
 from keras_strategies.communication.communicator import is_fixed
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
-from keras_strategies.engines.jax.function.sharded_values import ShardedValues
 from keras_strategies.engines.jax.function.state_refs import StateRef, VariableRef
 from keras_strategies.engines.jax.function.trace_state import (
     MAX_TRACES,
@@ -89,7 +88,7 @@ class CompiledProgram:
         self.sharding = ProgramSharding()
 
     def __call__(
-        self, plain: list[Any], parts: list[Sequence[Any] | ShardedValues]
+        self, plain: list[Any], parts: list[Sequence[Any]]
     ) -> tuple[list[Any], list[Any]]:
         """Runs the function, and assigns the variables their new values.
 
@@ -112,10 +111,10 @@ class CompiledProgram:
             f"variables that no earlier trace had. {CREATE_ONCE}"
         )
 
-    def _discover(
-        self, plain: list[Any], parts: list[Sequence[Any] | ShardedValues]
-    ) -> None:
-        joined = [_joined_shape(own, self._replicas(own)) for own in parts]
+    def _discover(self, plain: list[Any], parts: list[Sequence[Any]]) -> None:
+        workers = self._workers
+        total = None if workers is None else workers.replica_counts.total
+        joined = [_joined_shape(own, total or len(own)) for own in parts]
         state = [ref.spec() for ref in self._refs.values()]
         self._donated, self._kept = [], list(self._refs.values())
         states: list[ProgramState] = []
@@ -135,11 +134,6 @@ class CompiledProgram:
             initialize_deferred_variables(_scope_of)
             raise
         self._extend(program)
-
-    def _replicas(self, parts: Sequence[Any] | ShardedValues) -> int:
-        """The number of all replicas, given the components of the local ones."""
-        workers = self._workers
-        return len(parts) if workers is None else workers.replica_counts.total
 
     def _extend(self, program: ProgramState) -> None:
         """Adds the state that a trace read, created or assigned to the program."""
@@ -239,7 +233,7 @@ class CompiledProgram:
         return results, split_results, values, stacks
 
     def _run(
-        self, plain: list[Any], parts: list[Sequence[Any] | ShardedValues]
+        self, plain: list[Any], parts: list[Sequence[Any]]
     ) -> tuple[list[Any], list[Any]]:
         assert self._jitted is not None
         sharding = self.sharding
@@ -351,11 +345,7 @@ def _shape(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, jax.dtypes.canonicalize_dtype(array.dtype))
 
 
-def _joined_shape(
-    parts: Sequence[Any] | ShardedValues, count: int
-) -> jax.ShapeDtypeStruct:
-    if isinstance(parts, ShardedValues):
-        return _shape(parts.array)
+def _joined_shape(parts: Sequence[Any], count: int) -> jax.ShapeDtypeStruct:
     shape = tuple(parts[0].shape)
     joined = (count, *shape) if is_stacked(parts[0]) else (count * shape[0], *shape[1:])
     return jax.ShapeDtypeStruct(joined, jax.dtypes.canonicalize_dtype(parts[0].dtype))

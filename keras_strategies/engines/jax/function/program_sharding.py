@@ -12,7 +12,6 @@ import jax
 from jax import numpy as jnp
 
 from keras_strategies.engines.jax.array_placement import put_all
-from keras_strategies.engines.jax.function.sharded_values import ShardedValues
 from keras_strategies.engines.jax.function.trace_state import is_stacked
 
 
@@ -90,17 +89,11 @@ class ProgramSharding:
                 found[i] = array
         return found
 
-    def join(self, parts: Sequence[Any] | ShardedValues) -> Any:
+    def join(self, parts: Sequence[Any]) -> Any:
         """One array, sharded over replicas, of the local replicas' components.
 
         Components of other workers' replicas have the same shape and stay there.
         """
-        if not isinstance(parts, ShardedValues):
-            return self._join(parts)
-        is_split = parts.array.sharding == self.split
-        return parts.array if is_split else self._join(parts.values)
-
-    def _join(self, parts: Sequence[Any]) -> Any:
         if self.split is None:
             return jnp.stack(parts) if is_stacked(parts[0]) else jnp.concatenate(parts)
         if is_stacked(parts[0]):

@@ -8,7 +8,6 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies.engines.jax.function.sharded_values import ShardedValues
 from keras_strategies.errors import InvalidTypeError
 from keras_strategies.values import DistributedValues, flatten
 
@@ -26,7 +25,7 @@ def check_values(structure: Any) -> None:
     """
     for leaf in flatten(structure):
         is_distributed = isinstance(leaf, DistributedValues)
-        if isinstance(leaf, (*_LEAVES, ShardedValues, type(None))):
+        if isinstance(leaf, (*_LEAVES, type(None))):
             continue
         for value in leaf.values if is_distributed else [leaf]:
             is_array = isinstance(value, (*_LEAVES, type(None)))

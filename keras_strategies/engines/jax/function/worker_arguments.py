@@ -18,13 +18,10 @@ import numpy as np
 from keras_strategies.engines.jax.array_placement import spans_processes
 from keras_strategies.engines.jax.function.call_arguments import (
     CallArguments,
+    UnevenValues,
     as_array,
     is_array,
     number_or_array,
-)
-from keras_strategies.engines.jax.function.sharded_values import (
-    ShardedValues,
-    UnevenValues,
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.errors import InvalidArgumentError, WorkerError
@@ -94,8 +91,7 @@ def _prepared(leaf: Any, workers: JaxCommunicator, own: bool) -> Any:
                 "With several workers, components of distributed values must be "
                 f"numbers or arrays. Received: {leaf!r}"
             )
-        kind = PerReplica if isinstance(leaf, ShardedValues) else type(leaf)
-        return kind(values)
+        return type(leaf)(values)
     if not is_array(leaf):
         return leaf
     array = as_array(leaf)
