@@ -183,18 +183,13 @@ class MeshPlacer(JaxBatchPlacer):
 
 
 class DevicePlacer(JaxBatchPlacer):
-    """Transfers batches to one device.
-
-    On a CPU a NumPy array becomes a copy, which a compiled program reads in place.
-    """
+    """Transfers batches to one device."""
 
     def __init__(self, device: jax.Device):
         self._device = device
         self._is_cpu = device.platform == "cpu"
 
     def place(self, batch: Any) -> Any:
-        if self._is_cpu and not _has_jax_arrays(batch):
-            return jax.tree.map(host_copy, batch)
         return jax.tree.map(self._place_leaf, batch)
 
     def _place_leaf(self, leaf: Any) -> Any:
@@ -261,7 +256,3 @@ class BuildingBatches:
 def _as_array(leaf: Any) -> Any:
     is_array = isinstance(leaf, (jax.Array, np.ndarray)) or is_unread(leaf)
     return leaf if is_array else np.asarray(leaf)
-
-
-def _has_jax_arrays(batch: Any) -> bool:
-    return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))

@@ -281,9 +281,8 @@ class CompiledProgram:
         _, _, values, stacks = results
         if self.sharding.home is not None:
             values = jax.device_put(values, self.sharding.home)
-        for ref, value in zip(self._new, values, strict=True):
-            ref.set(value)
-        for ref, value in zip(self._new_stacks, stacks, strict=True):
+        refs = (*self._new, *self._new_stacks)
+        for ref, value in zip(refs, (*values, *stacks), strict=True):
             ref.set(value)
 
 

@@ -86,10 +86,11 @@ class MappedReplicas(TracedReplicas):
     def mapped(self) -> Callable[..., Any]:
         """The program, a callable of `inputs`."""
         along, replicated = jax.P(self._axis), jax.P()
+        state = [along if isinstance(c, OnReadRef) else replicated for c in self._refs]
         return jax.shard_map(
             self._body,
             mesh=self._mesh.mesh,
-            in_specs=(replicated, along, replicated, along),
+            in_specs=(state, replicated, along),
             out_specs=(replicated, along, replicated, along),
             axis_names={self._axis},
             # So that the gradient of an all-reduce is the same all-reduce.
@@ -98,11 +99,8 @@ class MappedReplicas(TracedReplicas):
 
     def inputs(self, state: TraceState, program: ProgramState) -> tuple[Any, ...]:
         """The state and arguments of the program."""
-        variables = [c for c in self._refs if isinstance(c, VariableRef)]
-        stacks = [c for c in self._refs if not isinstance(c, VariableRef)]
         return (
-            [state.read_ref(ref) for ref in variables],
-            [state.read_ref(ref) for ref in stacks],
+            [state.read_ref(ref) for ref in self._refs],
             [jnp.asarray(value) for value in self._arguments.shared],
             [program.joined(parts) for parts in self._arguments.parts],
         )
@@ -114,20 +112,15 @@ class MappedReplicas(TracedReplicas):
         """Writes the new state; returns a result for each replica."""
 
     def _write(self, state: TraceState, values: list[Any], stacks: list[Any]) -> None:
-        for ref, value in zip(self._written, values, strict=True):
-            state.write_ref(ref, value)
-        for ref, value in zip(self._written_stacks, stacks, strict=True):
+        refs = (*self._written, *self._written_stacks)
+        for ref, value in zip(refs, (*values, *stacks), strict=True):
             state.write_ref(ref, value)
 
     # Inside the trace.
 
     @abc.abstractmethod
     def _body(
-        self,
-        state: list[Any],
-        stacks: list[Any],
-        replicated: list[Any],
-        parts: list[Any],
+        self, state: list[Any], replicated: list[Any], parts: list[Any]
     ) -> tuple[list[Any], ...]:
         """The program on a device."""
 
@@ -184,11 +177,9 @@ class MappedReplicas(TracedReplicas):
             raise NotUniformError("`ReplicaContext.devices` differs between them")
         self._has_read_number = True
 
-    def _take_state(self, state: list[Any], stacks: list[Any]) -> None:
-        refs: list[StateRef] = [c for c in self._refs if isinstance(c, VariableRef)]
-        refs += [c for c in self._refs if not isinstance(c, VariableRef)]
-        for ref, value in zip(refs, [*state, *stacks], strict=True):
-            self._blocks[ref.key] = value
+    def _take_state(self, state: list[Any]) -> None:
+        keys = [ref.key for ref in self._refs]
+        self._blocks.update(zip(keys, state, strict=True))
 
     def _read(self, ref: StateRef) -> Any:
         value = self._blocks.get(ref.key)

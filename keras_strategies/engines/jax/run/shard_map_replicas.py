@@ -62,13 +62,9 @@ class ShardMapReplicas(MappedReplicas):
     # Inside the trace.
 
     def _body(
-        self,
-        state: list[Any],
-        stacks: list[Any],
-        replicated: list[Any],
-        parts: list[Any],
+        self, state: list[Any], replicated: list[Any], parts: list[Any]
     ) -> tuple[list[Any], ...]:
-        self._take_state(state, stacks)
+        self._take_state(state)
         self._replicated = {id(value): value for value in replicated}
         self._replica_id = lax.axis_index(self._axis)
         replica = self._replica(self._replica_id)

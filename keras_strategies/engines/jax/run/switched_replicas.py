@@ -109,16 +109,13 @@ class SwitchedReplicas(MappedReplicas):
     ):
         super().__init__(mesh, fn, arguments, list(known.refs.values()))
         self._known = known
-        shapes = [tuple(part.shape for part in own) for own in self._columns()]
+        columns = zip(*arguments.parts, strict=True)
+        shapes = [tuple(part.shape for part in own) for own in columns]
         self._kinds = list(dict.fromkeys(shapes))
         self._branch_of = [self._kinds.index(own) for own in shapes]
         self._branches: list[_Branch] = []
         self._branch: _Branch | None = None
         self._gradients: list[list[Any]] = []
-
-    def _columns(self) -> list[tuple[Any, ...]]:
-        """The array arguments of each replica."""
-        return list(zip(*self._arguments.parts, strict=True))
 
     # Around the trace.
 
@@ -179,13 +176,9 @@ class SwitchedReplicas(MappedReplicas):
     # Inside the trace.
 
     def _body(
-        self,
-        state: list[Any],
-        stacks: list[Any],
-        replicated: list[Any],
-        parts: list[Any],
+        self, state: list[Any], replicated: list[Any], parts: list[Any]
     ) -> tuple[list[Any], ...]:
-        self._take_state(state, stacks)
+        self._take_state(state)
         replica_id = lax.axis_index(self._axis)
         self._branches = [_Branch(i) for i in range(len(self._kinds))]
 
