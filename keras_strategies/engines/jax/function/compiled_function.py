@@ -15,11 +15,9 @@ from keras_strategies.engines.jax.function.call_arguments import (
     differ_in_rows,
 )
 from keras_strategies.engines.jax.function.compiled_program import CompiledProgram
-from keras_strategies.engines.jax.function.program_sharding import (
-    ProgramSharding,
-    ShardsPrograms,
-)
+from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.function.refused_values import check_values
+from keras_strategies.engines.jax.function.state_refs import ProgramDriver
 from keras_strategies.engines.jax.function.trace_state import (
     AllReplicasNeededError,
     ProgramState,
@@ -164,15 +162,13 @@ def _per_replica(values: Sequence[Any]) -> Any:
 
 def sharding_of_program(program: ProgramState) -> ProgramSharding:
     """Shardings for the first strategy of a trace or of its variables."""
-    found = dict(program.strategies)
-    for ref in (*program.reads.values(), *program.written.values()):
-        strategy = strategy_of(ref.variable)
+    refs = (*program.reads.values(), *program.written.values())
+    of_variables = (strategy_of(ref.variable) for ref in refs)
+    for strategy in (*program.strategies.values(), *of_variables):
         if strategy is not None:
-            found.setdefault(id(strategy), strategy)
-    for strategy in found.values():
-        driver = strategy.drivers.run
-        assert isinstance(driver, ShardsPrograms)
-        return driver.program_sharding
+            driver = strategy.drivers.run
+            assert isinstance(driver, ProgramDriver)
+            return driver.program_sharding
     return ProgramSharding()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -150,12 +149,3 @@ class ProgramSharding:
         if rows is not None:
             return [part[:n] for part, n in zip(parts, rows, strict=True)]
         return [jnp.squeeze(part, 0) for part in parts] if stacked else parts
-
-
-class ShardsPrograms(abc.ABC):
-    """A driver with shardings of programs that use its strategy's variables."""
-
-    @property
-    @abc.abstractmethod
-    def program_sharding(self) -> ProgramSharding:
-        """The shardings."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import numpy as jnp
@@ -15,7 +15,11 @@ from keras_strategies.keras_compat.variables.values import (
     raw_value,
     set_raw_value,
 )
+from keras_strategies.runtime.drivers import RunDriver
 from keras_strategies.runtime.state import run_state
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 
 
 class StateRef(abc.ABC):
@@ -119,8 +123,13 @@ class OnReadRef(StateRef):
         self._stacks.set(self.variable, value)
 
 
-class StoresOnRead(abc.ABC):
-    """A driver that stores the values of on-read variables."""
+class ProgramDriver(RunDriver):
+    """What programs need to know of a strategy with variables."""
+
+    @property
+    @abc.abstractmethod
+    def program_sharding(self) -> ProgramSharding:
+        """Shardings of programs that use the strategy's variables."""
 
     @property
     @abc.abstractmethod
@@ -134,5 +143,5 @@ def on_read_values_of(variable: Any) -> OnReadValues | None:
     if strategy is None or not run_state.is_local(variable):
         return None
     driver = strategy.drivers.run
-    assert isinstance(driver, StoresOnRead)
+    assert isinstance(driver, ProgramDriver)
     return driver.on_read_values

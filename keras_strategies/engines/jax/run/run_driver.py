@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from keras_strategies.engines.jax.devices import jax_device
-from keras_strategies.engines.jax.function.program_sharding import (
-    ProgramSharding,
-    ShardsPrograms,
+from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
+from keras_strategies.engines.jax.function.state_refs import (
+    OnReadValues,
+    ProgramDriver,
 )
-from keras_strategies.engines.jax.function.state_refs import OnReadValues, StoresOnRead
 from keras_strategies.engines.jax.function.trace_state import (
     in_trace,
     sees_all_replicas,
@@ -26,13 +26,12 @@ from keras_strategies.engines.jax.run.run_programs import RunPrograms
 from keras_strategies.engines.jax.run.traced_replica_state import current_replica_state
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.drivers import RunDriver
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-class JaxRun(RunDriver, StoresOnRead, ShardsPrograms):
+class JaxRun(ProgramDriver):
     """Runs functions on the replicas of one strategy.
 
     Args:
