@@ -43,14 +43,26 @@ class CentralStorageTrainer(DistributionTrainer):
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.keras_step(model, kind)
         if not compiled_steps.compiles(model):
-            return _EagerStep(self, model, kind, step)
+            return self._eager(step)
         if kind == "predict":
             step = self.with_sharded_outputs(step)
         return _CompiledStep(self, model, kind, step)
 
+    def _eager(self, step: compiled_steps.Step) -> compiled_steps.Step:
+        """A step that is not compiled; its update runs on the compute devices."""
 
-class _CentralStep:
-    """Base of steps that are traced with the groups of their state as one flat list."""
+        def eager_step(state: Any, batch: Any) -> tuple[Any, Any]:
+            outputs, new = step(jax.device_put(state, self.replicated), batch)
+            return outputs, jax.device_put(new, self.at_home)
+
+        return eager_step
+
+
+class _CompiledStep:
+    """A `PartitionedStep` for each shape of a batch.
+
+    It is traced with the groups of the state as one flat list.
+    """
 
     def __init__(
         self,
@@ -63,68 +75,41 @@ class _CentralStep:
         self._model = model
         self._kind = kind
         self._step = step
-        self._lengths: list[int] = []
-
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        self._lengths = [len(group) for group in state]
-        outputs, new = self._run([array for group in state for array in group], batch)
-        return outputs, self._groups(new)
-
-    def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
-        raise NotImplementedError
-
-    def _groups(self, flat: Sequence[Any]) -> tuple[list[Any], ...]:
-        values = iter(flat)
-        return tuple([next(values) for _ in range(n)] for n in self._lengths)
-
-    def _flat_step(self, flat: list[Any], batch: Any) -> tuple[Any, list[Any]]:
-        outputs, new = self._step(self._groups(flat), batch)
-        return outputs, [array for group in new for array in group]
-
-
-class _CompiledStep(_CentralStep):
-    """A `PartitionedStep` for each shape of a batch."""
-
-    def __init__(
-        self,
-        trainer: CentralStorageTrainer,
-        model: Any,
-        kind: str,
-        step: compiled_steps.Step,
-    ):
-        super().__init__(trainer, model, kind, step)
         self._programs: dict[Any, PartitionedStep] = {}
 
-    def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
-        program = self._program(state, batch)
-        read = [state[i] for i in program.reads]
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        arrays, groups = jax.tree.flatten(state)
+        program = self._program(arrays, groups, batch)
+        read = [arrays[i] for i in program.reads]
         # A copy of an array that the step replaces is used once.
         unchanged = [i not in program.changes for i in program.reads]
         copies = self._trainer.mesh_copies.get(read, unchanged)
-        values = program.compute(state, copies, batch)
-        new = program.new_state(state, values)
-        updated = self._update(program, values, new) if program.updates else []
-        return program.outputs(values, updated), new
-
-    def _update(
-        self, program: PartitionedStep, values: dict[Any, Any], new: list[Any]
-    ) -> list[Any]:
-        """Runs the update, and records the new state as soon as it exists."""
+        values = program.compute(arrays, copies, batch)
+        new = program.new_state(arrays, values)
 
         def record(updated: list[Any]) -> None:
+            """Records the new state as soon as it exists."""
             for i, position in program.updates:
                 new[i] = updated[position]
-            record_jax_state(self._model, self._kind, self._groups(new))
+            state = jax.tree.unflatten(groups, new)
+            record_jax_state(self._model, self._kind, state)
 
-        found: list[Any] = call_recorded(
-            program.at_home, program.update_arguments(values), record
-        )
-        return found
+        updated: list[Any] = []
+        if program.updates:
+            arguments = program.update_arguments(values)
+            updated = call_recorded(program.at_home, arguments, record)
+        return program.outputs(values, updated), jax.tree.unflatten(groups, new)
 
-    def _program(self, state: Sequence[jax.Array], batch: Any) -> PartitionedStep:
+    def _program(
+        self, state: Sequence[jax.Array], groups: Any, batch: Any
+    ) -> PartitionedStep:
+        def flat_step(arrays: list[Any], batch: Any) -> tuple[Any, list[Any]]:
+            outputs, new = self._step(jax.tree.unflatten(groups, arrays), batch)
+            return outputs, jax.tree.leaves(new)
+
         arrays, structure = jax.tree.flatten(batch)
         # The groups change with `trainable`.
-        key = (*self._lengths, structure, *(array.aval for array in arrays))
+        key = (groups, structure, *(array.aval for array in arrays))
         program = self._programs.get(key)
         if program is None:
             trainer = self._trainer
@@ -133,15 +118,6 @@ class _CompiledStep(_CentralStep):
             is_updated = self._kind == "train" and optimizer is not None
             with marked_update(optimizer) if is_updated else contextlib.nullcontext():
                 program = self._programs[key] = PartitionedStep(
-                    self._flat_step, trainer.replicated, trainer.at_home, state, batch
+                    flat_step, trainer.replicated, trainer.at_home, state, batch
                 )
         return program
-
-
-class _EagerStep(_CentralStep):
-    """A step that is not compiled; its update runs on the compute devices."""
-
-    def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
-        copies = jax.device_put(state, self._trainer.replicated)
-        outputs, new = self._flat_step(copies, batch)
-        return outputs, jax.device_put(new, self._trainer.at_home)
