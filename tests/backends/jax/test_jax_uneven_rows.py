@@ -122,7 +122,7 @@ def all_methods(strategy: Any, name: str, rows: int) -> Any:
 def programs(monkeypatch):
     """The compiled programs of steps, by their kind."""
     found: dict[str, list[Any]] = {"train": [], "test": [], "predict": []}
-    jitted = CompiledStep._jitted
+    jitted = CompiledStep.jitted
 
     def recording(self, state):
         program, executables = jitted(self, state), {}
@@ -137,7 +137,7 @@ def programs(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(CompiledStep, "_jitted", recording)
+    monkeypatch.setattr(CompiledStep, "jitted", recording)
     return found
 
 

@@ -131,11 +131,12 @@ class CompiledStep:
         key = tuple(map(len, state))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._jitted(state)
+            program = self._programs[key] = self.jitted(state)
         found: tuple[Any, Any] = call_recorded(program, (*state, batch), record)
         return found
 
-    def _jitted(self, state: Any) -> Any:
+    def jitted(self, state: Any) -> Any:
+        """The program for groups of arrays of these lengths."""
         changed = DONATED[self._kind]
         shardings = [
             self._state_sharding(group)

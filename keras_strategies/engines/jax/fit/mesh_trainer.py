@@ -160,7 +160,9 @@ class MeshTrainer(DistributionTrainer):
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         self.set_layouts([*model.variables, *model.optimizer.variables])
         self.set_layouts(model.metrics_variables)
-        step = self.plain_step(model, "train")
+        step = CompiledStep(
+            model, "train", self.plain_step(model, "train"), self.state_sharding
+        )
         return step_cost(model, step, batch, self.mesh_placer.abstract)
 
     def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:

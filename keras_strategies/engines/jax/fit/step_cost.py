@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from keras_strategies.engines.jax.fit.compiled_steps import Step
+from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
 from keras_strategies.runtime.placement import StepCost
@@ -19,22 +19,19 @@ from keras_strategies.runtime.placement import StepCost
 AbstractArray = Callable[[tuple[int, ...], Any], Any]
 
 
-def step_cost(model: Any, step: Step, batch: Any, abstract: AbstractArray) -> StepCost:
+def step_cost(
+    model: Any, step: CompiledStep, batch: Any, abstract: AbstractArray
+) -> StepCost:
     """The cost of a step.
 
     Args:
         model: a built model, its variables with layouts; values are not needed.
-        step: the training step, not compiled.
+        step: the training step.
         batch: structure of objects with a shape and a dtype.
         abstract: returns an array of a batch as the program gets it.
     """
     state, given = _abstract_arguments(model, batch, abstract)
-    program = jax.jit(
-        lambda *args: step(args[:-1], args[-1]),
-        donate_argnums=(0, 1, 2, 3),
-        out_shardings=(None, tuple([a.sharding for a in group] for group in state)),
-    )
-    compiled = program.lower(*state, given).compile()
+    compiled = step.jitted(state).lower(*state, given).compile()
     memory = compiled.memory_analysis()
     peak = memory and (
         memory.argument_size_in_bytes
