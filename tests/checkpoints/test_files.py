@@ -37,15 +37,16 @@ while True:
 """
 
 
+WAYS = [
+    *(("save", "m.keras"), ("save_weights", "m.weights.h5")),
+    *(("save", "m.h5"), ("ckpt", "m.ckpt")),
+]
+
+
 # Both write a part beside the file, and rename it.
 @pytest.mark.slow(seconds=6)
-@pytest.mark.parametrize(
-    "way, name",
-    [
-        ("save", "m.keras"),
-        pytest.param("save_weights", "m.weights.h5", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly(unless=["save-m.keras"])
+@pytest.mark.parametrize("way, name", WAYS[:2])
 def test_a_process_killed_while_it_saves_leaves_the_last_file(way, name, tmp_path):
     path, script = tmp_path / name, tmp_path / "saver.py"
     script.write_text(SAVER)
@@ -71,8 +72,8 @@ def test_a_process_killed_while_it_saves_leaves_the_last_file(way, name, tmp_pat
     assert np.all(kernel == kernel[0, 0]) and np.all(bias == kernel[0, 0])
 
 
-def dropout_model(strategy):
-    with strategy.scope():
+def small_model():
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         model = keras.Sequential(
             [keras.Input((4,)), layers.Dropout(0.5, seed=3), layers.Dense(2)]
         )
@@ -82,7 +83,7 @@ def dropout_model(strategy):
 
 def test_files_are_ordinary_ones(tmp_path):
     """What Keras reads of a file is what it reads without a strategy."""
-    model = dropout_model(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    model = small_model()
     model.save(tmp_path / "m.keras")
     with zipfile.ZipFile(tmp_path / "m.keras") as archive:
         names = set(archive.namelist())
@@ -100,21 +101,8 @@ def no_space(*arguments, **options):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def small_model():
-    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
-        model.compile("sgd", "mse")
-    return model
-
-
 def saver_of(model, way):
     return ks.Checkpoint(model=model).save if way == "ckpt" else getattr(model, way)
-
-
-WAYS = [
-    *(("save", "m.keras"), ("save_weights", "m.weights.h5")),
-    *(("save", "m.h5"), ("ckpt", "m.ckpt")),
-]
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "link to a link"])
@@ -168,12 +156,11 @@ def test_permissions_are_those_of_the_old_file_or_of_the_umask(way, tmp_path):
 
 def test_an_error_names_the_path_of_the_user(tmp_path):
     model = small_model()
-    for path in (
-        tmp_path / "missing" / "m.keras",
-        tmp_path / "no.txt" / "m.weights.h5",
+    (tmp_path / "no.txt").write_text("no folder")
+    for save, path in (
+        (model.save, tmp_path / "missing" / "m.keras"),
+        (model.save_weights, tmp_path / "no.txt" / "m.weights.h5"),
     ):
-        (tmp_path / "no.txt").write_text("no folder")
-        save = model.save if path.suffix == ".keras" else model.save_weights
         with pytest.raises(OSError) as raised:
             save(path)
         assert str(path) in str(raised.value) and ".part" not in str(raised.value)
@@ -182,7 +169,7 @@ def test_an_error_names_the_path_of_the_user(tmp_path):
 
 @pytest.mark.parametrize("name", ["m.weights.json", "m.weights.h5"])
 def test_sharded_weights_are_replaced_when_all_are_written(name, tmp_path, monkeypatch):
-    model = dropout_model(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    model = small_model()
     save = functools.partial(model.save_weights, tmp_path / name, max_shard_size=3.1e-8)
     save()
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -195,7 +182,7 @@ def test_sharded_weights_are_replaced_when_all_are_written(name, tmp_path, monke
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
     monkeypatch.undo()
     save()
-    other = dropout_model(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    other = small_model()
     other.load_weights(tmp_path / "m.weights.json")
     for mine, its in zip(model.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_array_equal(mine, its)

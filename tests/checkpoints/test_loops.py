@@ -24,15 +24,12 @@ class Loop:
         keras.utils.set_random_seed(seed)
         self.strategy = strategy
         with strategy.scope():
-            self.model = keras.Sequential(
-                [
-                    keras.Input((4,)),
-                    layers.Dense(units, "tanh"),
-                    layers.BatchNormalization(momentum=0.8),
-                    layers.Dropout(0.3),
-                    layers.Dense(1),
-                ]
-            )
+            hidden = [
+                layers.Dense(units, "tanh"),
+                layers.BatchNormalization(momentum=0.8),
+            ]
+            last = [layers.Dropout(0.3), layers.Dense(1)]
+            self.model = keras.Sequential([keras.Input((4,)), *hidden, *last])
             self.optimizer = keras.optimizers.Adam(0.02)
             self.metric = keras.metrics.Mean()
             self.step = keras.Variable(0, dtype="int32", trainable=False)
@@ -40,15 +37,10 @@ class Loop:
 
     @property
     def checkpoint(self) -> ks.Checkpoint:
-        return ks.Checkpoint(
-            model=self.model,
-            optimizer=self.optimizer,
-            logs={"loss": self.metric, "step": self.step},
-        )
+        logs = {"loss": self.metric, "step": self.step}
+        return ks.Checkpoint(model=self.model, optimizer=self.optimizer, logs=logs)
 
-    def _replica_step(self, batch: Any) -> None:
-        x, y = batch
-
+    def _replica_step(self, x: Any, y: Any) -> None:
         def loss_fn() -> Any:
             outputs = self.model(x, training=True)
             return ops.sum((outputs - y) ** 2) / len(X)
@@ -59,7 +51,7 @@ class Loop:
         self.metric.update_state(loss)
 
     def _step(self, batch: Any) -> None:
-        self.strategy.run(self._replica_step, args=(batch,))
+        self.strategy.run(self._replica_step, args=batch)
 
     def train(self, steps: int) -> None:
         data = self.strategy.experimental_distribute_dataset([(X, Y)])
@@ -79,18 +71,13 @@ def assert_same(found: Loop, expected: Loop) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
-@pytest.fixture
-def two() -> ks.Strategy:
-    return ks.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
-def test_an_interrupted_loop_goes_on_as_if_undisturbed(two, tmp_path):
-    loop = Loop(two)
+def test_an_interrupted_loop_goes_on_as_if_undisturbed(mirrored, tmp_path):
+    loop = Loop(mirrored)
     loop.train(2)
     path = loop.checkpoint.save(tmp_path / "new" / "loop.ckpt")
     saved = loop.state()
     loop.train(2)
-    resumed = Loop(two, seed=2)
+    resumed = Loop(mirrored, seed=2)
     resumed.checkpoint.restore(path)
     for one, other in zip(resumed.state(), saved, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -99,20 +86,18 @@ def test_an_interrupted_loop_goes_on_as_if_undisturbed(two, tmp_path):
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["loop.ckpt"]
 
 
-def test_any_strategy_restores_it(two, tmp_path):
+def test_any_strategy_restores_it(mirrored, tmp_path):
     """Low precision too."""
-    saved = Loop(two)
+    saved = Loop(mirrored)
     saved.train(2)
-    with two.scope():
+    with mirrored.scope():
         half = keras.Variable([1.5, 0.1], dtype="bfloat16")
-    checkpoint = {"model": saved.model, "half": half}
     path = saved.checkpoint.save(tmp_path / "loop.ckpt")
-    others = ks.Checkpoint(**checkpoint).save(tmp_path / "half.ckpt")
+    both = ks.Checkpoint(model=saved.model, half=half)
+    others = both.save(tmp_path / "half.ckpt")
     expected = ops.convert_to_numpy(ops.cast(half, "float32"))
-    for strategy in (
-        ks.get_strategy(),
-        ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
-    ):
+    four = ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    for strategy in (ks.get_strategy(), four):
         loop = Loop(strategy, seed=2)
         loop.checkpoint.restore(path)
         assert_same(loop, saved)
@@ -122,8 +107,8 @@ def test_any_strategy_restores_it(two, tmp_path):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_the_manager_keeps_the_last_ones(two, tmp_path):
-    loop = Loop(two)
+def test_the_manager_keeps_the_last_ones(mirrored, tmp_path):
+    loop = Loop(mirrored)
     manager = ks.CheckpointManager(loop.checkpoint, tmp_path / "all", max_to_keep=2)
     assert manager.restore_or_initialize() is None
     paths = [manager.save() for _ in range(3)]
@@ -134,11 +119,11 @@ def test_the_manager_keeps_the_last_ones(two, tmp_path):
     assert again.save().endswith("ckpt-13.ckpt")
 
 
-def test_what_does_not_fit_is_said_before_anything_changes(two, tmp_path):
-    loop = Loop(two)
+def test_what_does_not_fit_is_said_before_anything_changes(mirrored, tmp_path):
+    loop = Loop(mirrored)
     loop.train(1)
     path = loop.checkpoint.save(tmp_path / "loop.ckpt")
-    other = Loop(two, seed=2, units=3)
+    other = Loop(mirrored, seed=2, units=3)
     before = other.model.get_weights()
     with pytest.raises(ValueError, match=r"shape \(4, 3\).*of shape \(4, 8\)"):
         other.checkpoint.restore(path)
@@ -152,7 +137,7 @@ def test_what_does_not_fit_is_said_before_anything_changes(two, tmp_path):
         loop.checkpoint.restore(tmp_path / "none.ckpt")
 
 
-def test_bad_arguments(two, tmp_path):
+def test_bad_arguments(mirrored, tmp_path):
     checkpoint = ks.Checkpoint(step=keras.Variable(0, trainable=False))
     step = r"'step' of a checkpoint.*keras\.Variable\(0"
     for call, text in (
@@ -165,7 +150,7 @@ def test_bad_arguments(two, tmp_path):
             "`max_to_keep` must be a number",
         ),
         (lambda: ks.CheckpointManager("model", "x"), "`checkpoint` must be a"),
-        (lambda: two.run(lambda: checkpoint.save(tmp_path / "a")), "inside `run`"),
+        (lambda: mirrored.run(lambda: checkpoint.save(tmp_path / "a")), "inside `run`"),
     ):
         with pytest.raises((ValueError, ks.errors.ContextError), match=text):
             call()

@@ -43,16 +43,9 @@ def made(strategy, sequential=True, units=16):
 
 def fit(model, epochs=2, callbacks=None):
     random = np.random.default_rng(0)
-    x, y = random.normal(size=(22, 8)), random.normal(size=(22, 4))
-    history = model.fit(
-        x.astype("float32"),
-        y.astype("float32"),
-        batch_size=8,
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-    )
+    x, y = (random.normal(size=(22, n)).astype("float32") for n in (8, 4))
+    arguments = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    history = model.fit(x, y, epochs=epochs, callbacks=callbacks, **arguments)
     return history.history["loss"]
 
 

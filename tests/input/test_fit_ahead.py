@@ -31,11 +31,9 @@ class Trained:
         keras.utils.set_random_seed(2)
         with strategy.scope():
             hidden = [keras.layers.Dense(4, "relu"), keras.layers.Dropout(0.2)]
-            model = keras.Sequential(
-                [keras.Input((3,)), *hidden, keras.layers.Dense(1)]
-            )
-            model.compile(keras.optimizers.SGD(0.1), "mse", **arguments)
-        self.model = model
+            layers = [keras.Input((3,)), *hidden, keras.layers.Dense(1)]
+            self.model = keras.Sequential(layers)
+            self.model.compile(keras.optimizers.SGD(0.1), "mse", **arguments)
 
     def __enter__(self) -> Any:
         return self.model

@@ -26,8 +26,7 @@ def test_a_dataset_is_iterated_outside_of_a_program(mirrored: Any) -> None:
     def step(iterator: Any) -> Any:
         return next(iterator)
 
+    text = "Iterate outside, and call the function"
     for call in (epoch, lambda: step(iter(dataset))):
-        with pytest.raises(
-            RuntimeError, match="Iterate outside, and call the function"
-        ):
+        with pytest.raises(RuntimeError, match=text):
             call()

@@ -108,10 +108,8 @@ def test_methods_on_a_dataset(mirrored, train, alone, way, make) -> None:
 
 def test_creator_of_a_dataset_for_each_replica(mirrored, train, train_alone) -> None:
     parts = iter([batches(4)[0:4:2], batches(4)[1:4:2]])
-    creator = ks.DatasetCreator(
-        lambda context: next(parts),
-        ks.InputOptions(experimental_replication_mode="PER_REPLICA"),
-    )
+    each = ks.InputOptions(experimental_replication_mode="PER_REPLICA")
+    creator = ks.DatasetCreator(lambda context: next(parts), each)
     expected = train_alone(X[:16], y=Y[:16], batch_size=8)
     assert_same(expected, train(creator), 1e-5, "two replicas")
 

@@ -12,17 +12,6 @@ from keras_strategies.runtime.batch_prefetch import prefetch_one
 pytestmark = pytest.mark.one_backend("jax")
 
 
-def threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "ks-input"]
-
-
-def join(before: list[threading.Thread]) -> None:
-    """Waits for threads that have been told to end; fails if one does not."""
-    for thread in before:
-        thread.join(5)
-        assert not thread.is_alive()
-
-
 def test_it_works_ahead_by_its_size_and_no_further() -> None:
     made = []
     making = threading.Semaphore(0)

@@ -23,11 +23,15 @@ def one_device() -> Any:
     return ks.OneDeviceStrategy("cpu:0")
 
 
+def seed(number: int) -> None:
+    keras.utils.set_random_seed(number)
+    torch.manual_seed(number)
+
+
 def passes(given: Any, count: int = 2) -> list[np.ndarray]:
     """`x` of passes over a loader that is distributed."""
     strategy = one_device()
-    keras.utils.set_random_seed(3)
-    torch.manual_seed(3)
+    seed(3)
     batches = strategy.experimental_distribute_dataset(given)
     found = []
     for _ in range(count):
@@ -55,8 +59,7 @@ def test_eight_workers_read_each_row_once_and_as_one_device() -> None:
     [expected] = passes(loader(Noisy("numpy"), shuffle=False, batch_size=ROWS), 1)
     read, found = [], []
     for worker in range(8):
-        keras.utils.set_random_seed(3)
-        torch.manual_seed(3)
+        seed(3)
         dataset = Noisy("numpy")
         given = loader(dataset, shuffle=False, batch_size=ROWS)
         counts = ReplicaCounts((1,) * 8, worker)
@@ -125,8 +128,7 @@ def test_a_dataset_that_makes_batches_is_seeded_for_each_batch() -> None:
 
 
 def fitted(strategy: Any, kind: str, **options: Any) -> list[np.ndarray]:
-    keras.utils.set_random_seed(5)
-    torch.manual_seed(5)
+    seed(5)
     with strategy.scope():
         model = keras.Sequential([keras.Input(X.shape[1:]), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.05), "mse")
@@ -147,8 +149,7 @@ def test_fit_on_two_replicas_is_that_of_one_device(mirrored: Any, kind: str) -> 
 def test_the_shuffle_is_that_of_plain_keras() -> None:
     def order(fit: Any) -> list[int]:
         dataset = Rows()
-        keras.utils.set_random_seed(5)
-        torch.manual_seed(5)
+        seed(5)
         fit(loader(dataset), loader(dataset))
         return dataset.read
 

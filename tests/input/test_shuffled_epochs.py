@@ -48,6 +48,10 @@ def slices() -> Any:
     return tf.data.Dataset.from_tensor_slices((X, Y))
 
 
+def noisy(x: Any, y: Any) -> Any:
+    return x + tf.random.uniform((), 0, 60, seed=3), y
+
+
 def shuffled(**options: Any) -> Any:
     return slices().shuffle(40, **options).batch(8)
 
@@ -87,11 +91,7 @@ INPUT: dict[str, Any] = {
     },
     "endless": lambda: {"x": endless(), "steps_per_epoch": 3},
     "short epochs": lambda: {"x": shuffled(seed=5).repeat(2), "steps_per_epoch": 5},
-    "random map": lambda: {
-        "x": slices()
-        .map(lambda x, y: (x + tf.random.uniform((), 0, 60, seed=3), y))
-        .batch(8)
-    },
+    "random map": lambda: {"x": slices().map(noisy).batch(8)},
     "class weights": lambda: {
         "x": shuffled(seed=5).map(lambda x, y: (x, tf.cast(y > 0, "int32"))),
         "class_weight": {0: 1.0, 1: 2.0},
@@ -147,10 +147,8 @@ AHEAD = {
 @pytest.mark.parametrize("name", AHEAD[BACKEND])
 def test_with_batches_ahead_on_a_device(name: str, device: str) -> None:
     """As on an accelerator."""
-    if device == "one_device":
-        strategy = ks.OneDeviceStrategy("cpu:1")
-    else:
-        strategy = STRATEGIES[device].make()
+    is_one = device == "one_device"
+    strategy = ks.OneDeviceStrategy("cpu:1") if is_one else STRATEGIES[device].make()
     end = prepare_ahead(strategy)
     try:
         found = steps(strategy, name)

@@ -58,7 +58,6 @@ class Worker:
     away: float | None = 0.0
     waits: bool = False
     number: int = 0
-    error: str = ""
     failing_since: float | None = None
     has_state: bool = False
     was_left: bool = True
@@ -165,7 +164,7 @@ class World:
                 w.is_deaf, w.failing_since, w.has_left = False, self.now, True
             since = self.now if w.connected else w.failing_since
             if since is not None and self.now - since > self.settings.timeout:
-                w.phase, w.error = "error", "lost the lead"
+                w.phase = "error"
         heard, self.heard = self.heard, {}
         self.feed(events.Tick(self.now, heard))
 
@@ -264,7 +263,7 @@ class World:
             self.check_compared(w, body)
             w.waits = False
         elif kind in ("late", "over"):
-            w.phase, w.error = ("error" if body["error"] else "ended"), body["error"]
+            w.phase = "error" if body["error"] else "ended"
         elif kind == "bye":
             w.phase = "ended"
 

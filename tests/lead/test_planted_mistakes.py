@@ -59,11 +59,7 @@ MISTAKES = [
     (generations, "_pause(state, out) if state.is_stop_asked else", ""),
     (generations, "not settings.rejoin:", "False:"),
     (generations, "(event.uid, *event.others) if uid", "(event.uid,) if uid"),
-    (
-        generations,
-        "intersection((event.uid, *event.others))",
-        "intersection(event[:1])",
-    ),
+    (generations, "intersection((event.uid, *event.others))", "intersection(event)"),
     (values, "in (event.uid, *event.others):", "in event[:1]:"),
     (generations, "if not (state.workers or state.group.number):", "if False:"),
     (decisions, "min(passed, 2 * TICK)", "passed"),

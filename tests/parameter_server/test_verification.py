@@ -54,15 +54,8 @@ def found_and_named(case: Planted, strategy: Any) -> None:
     assert case.kind in ("", report.first and report.first.kind), report
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, id=case.name, marks=[] if case.by_day else [pytest.mark.nightly]
-        )
-        for case in planted_on_servers.CASES
-    ],
-)
+@pytest.mark.nightly(unless=["server_rate", "server_batch"])
+@pytest.mark.parametrize("case", planted_on_servers.CASES, ids=lambda case: case.name)
 def test_a_planted_mistake_is_found_and_named(servers, case: Planted) -> None:
     found_and_named(case, servers)
 

@@ -89,10 +89,8 @@ class Resumed:
 
     def start(self, strategy: str, stops_at: str = "") -> list[Forked]:
         run = len(list(self.folder.glob("*.log"))) + 1
-        logs = [
-            self.folder / f"run{run}-{index}.log"
-            for index in range(WORKERS.get(strategy, 1))
-        ]
+        count = WORKERS.get(strategy, 1)
+        logs = [self.folder / f"run{run}-{index}.log" for index in range(count)]
         arguments = (str(self.folder), strategy, stops_at, *self._settings)
         return self._forker.start_workers(logs, __file__, *arguments)
 
@@ -103,23 +101,18 @@ def assert_same_end(found: Left, expected: Left, tolerance: float) -> None:
     _assert_close(found.best, expected.best, tolerance)
     assert found.history.keys() == expected.history.keys()
     for name, values in expected.history.items():
-        np.testing.assert_allclose(
-            found.history[name], values, rtol=tolerance, atol=tolerance, err_msg=name
-        )
-    rows, others = found.log.splitlines(), expected.log.splitlines()
-    assert rows[0] == others[0]
-    numbers, expected_numbers = (
-        np.array([[float(v) for v in line.split(",")] for line in lines[1:]])
-        for lines in (rows, others)
+        _assert_close([found.history[name]], [values], tolerance, name)
+    (header, *rows), (other, *others) = (
+        [line.split(",") for line in each.log.splitlines()]
+        for each in (found, expected)
     )
-    np.testing.assert_allclose(
-        numbers, expected_numbers, rtol=tolerance, atol=tolerance, err_msg="log"
-    )
+    assert header == other
+    _assert_close([np.array(rows, float)], [np.array(others, float)], tolerance, "log")
 
 
-def _assert_close(found: list[Any], expected: list[Any], tolerance: float) -> None:
+def _assert_close(found: Any, expected: Any, tolerance: float, name: str = "") -> None:
     for mine, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(mine, other, tolerance, tolerance, err_msg=name)
 
 
 def _strategy(name: str) -> Any:
@@ -136,9 +129,7 @@ def _strategy(name: str) -> Any:
         options = ks.CommunicationOptions(timeout_seconds=30)
         return ks.MultiWorkerMirroredStrategy(communication_options=options)
     if name == "model_parallel":
-        return ks.ModelParallelStrategy(
-            "auto", ["cpu:0", "cpu:1"], 2, min_shard_bytes=0
-        )
+        return ks.ModelParallelStrategy("auto", devices[:2], 2, min_shard_bytes=0)
     return None
 
 
@@ -184,17 +175,13 @@ def main() -> None:
     y = (x[:, :1] + 0.3 * x[:, 1:2] > 0).astype("float32")
     weights = rng.uniform(0.5, 1.5, ROWS).astype("float32")
     with contextlib.nullcontext() if strategy is None else strategy.scope():
-        layers = [
-            keras.Input((4,)),
-            keras.layers.Dense(6, "tanh"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(1, "sigmoid"),
-        ]
+        hidden = [keras.layers.Dense(6, "tanh"), keras.layers.BatchNormalization()]
         if dropout:
-            layers.insert(3, keras.layers.Dropout(dropout, seed=5))
+            hidden.append(keras.layers.Dropout(dropout, seed=5))
         if kind:
-            layers[1:-1] = DRAWING[kind]()
-        model = keras.Sequential(layers)
+            hidden = DRAWING[kind]()
+        last = keras.layers.Dense(1, "sigmoid")
+        model = keras.Sequential([keras.Input((4,)), *hidden, last])
         auc = keras.metrics.AUC(num_thresholds=20, name="auc")
         model.compile(
             keras.optimizers.Adam(0.03), "binary_crossentropy", weighted_metrics=[auc]
@@ -234,10 +221,7 @@ def main() -> None:
             ks.callbacks.Resume(folder / "snapshots", every_steps=2, stream="skip"),
             keras.callbacks.CSVLogger(folder / "log.csv"),
             keras.callbacks.ModelCheckpoint(
-                folder / "best.weights.h5",
-                monitor="val_loss",
-                save_best_only=True,
-                save_weights_only=True,
+                folder / "best.weights.h5", save_best_only=True, save_weights_only=True
             ),
             keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
             keras.callbacks.EarlyStopping("val_loss", patience=max(3, epochs // 2)),

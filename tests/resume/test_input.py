@@ -67,12 +67,9 @@ def fit(
     try:
         # Each snapshot waits for the one before, so that steps are lost by rule.
         with mock.patch.object(SnapshotWriter, "is_busy", False):
-            history = model.fit(
-                **arguments,
-                **options,
-                verbose=0,
-                callbacks=[resume, *callbacks, interruption],
-            ).history
+            given = [resume, *callbacks, interruption]
+            options |= {"verbose": 0, "callbacks": given}
+            history = model.fit(**arguments, **options).history
     except Interrupted:
         history = {}
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import warnings
 from collections.abc import Iterator
@@ -16,10 +17,7 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.errors import CheckpointError
 from keras_strategies.training.resume import resume_callback
-from keras_strategies.training.resume.snapshot_files import (
-    SnapshotDirectory,
-    parsed,
-)
+from keras_strategies.training.resume.snapshot_files import SnapshotDirectory, parsed
 
 pytestmark = pytest.mark.one_backend
 
@@ -34,7 +32,9 @@ def other_process() -> Iterator[None]:
     resume_callback.finished_directories.clear()
 
 
-def model_of(units: int = 1, optimizer: Any = "adam") -> Any:
+def model_of(units: int = 1, optimizer: Any = "adam", rate: float = 0.0) -> Any:
+    """A model; with a rate, its optimizer is SGD."""
+    optimizer = keras.optimizers.SGD(rate) if rate else optimizer
     keras.utils.set_random_seed(7)
     model = keras.Sequential(
         [keras.Input((3,)), keras.layers.Dense(units), keras.layers.Dense(1)]
@@ -45,9 +45,21 @@ def model_of(units: int = 1, optimizer: Any = "adam") -> Any:
 
 def fit(model: Any, resume: Any, *callbacks: Any, epochs: int = 3) -> Any:
     resume_callback.finished_directories.clear()
-    return model.fit(
-        X, Y, batch_size=4, epochs=epochs, verbose=0, callbacks=[*callbacks, resume]
-    )
+    callbacks = (*callbacks, resume)
+    return model.fit(X, Y, batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def assert_equal_weights(model: Any, other: Any, **tolerance: float) -> None:
+    given = {"rtol": 0.0, **tolerance}
+    for mine, its in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, its, **given)
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
 
 
 def files(folder: Path) -> list[Path]:
@@ -79,8 +91,7 @@ def test_a_finished_training_has_nothing_to_do_unless_there_are_more_epochs(
     history = fit(first, ks.callbacks.Resume(tmp_path)).history
     assert fit(again, resume).history == history
     assert resume.pauses == ()
-    for mine, other in zip(again.get_weights(), first.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    assert_equal_weights(again, first)
     assert int(again.optimizer.iterations) == 12
     # A directory is of one `fit`; without it, the model trains as ever.
     with pytest.raises(ValueError, match="has ended in this process"):
@@ -93,18 +104,16 @@ def test_a_finished_training_has_nothing_to_do_unless_there_are_more_epochs(
 
 
 def test_a_training_that_was_stopped_stays_so(tmp_path: Path) -> None:
-    def stopping() -> Any:
-        return keras.callbacks.EarlyStopping(
-            "loss", min_delta=10, patience=2, restore_best_weights=True
-        )
+    first, again = model_of(), model_of()
+    options = {"min_delta": 10, "patience": 2, "restore_best_weights": True}
 
-    first = model_of()
-    history = fit(first, ks.callbacks.Resume(tmp_path), stopping(), epochs=9).history
-    again = model_of()
-    found = fit(again, ks.callbacks.Resume(tmp_path), stopping(), epochs=9).history
+    def history_of(model: Any) -> Any:
+        stopping = keras.callbacks.EarlyStopping("loss", **options)
+        return fit(model, ks.callbacks.Resume(tmp_path), stopping, epochs=9).history
+
+    history, found = history_of(first), history_of(again)
     assert found == history and len(found["loss"]) < 9
-    for mine, other in zip(again.get_weights(), first.get_weights(), strict=True):
-        np.testing.assert_array_equal(mine, other)
+    assert_equal_weights(again, first)
 
 
 @pytest.mark.parametrize(
@@ -180,18 +189,13 @@ def test_bad_arguments(arguments: Any, message: str, tmp_path: Path) -> None:
 
 
 def test_a_loss_scale_is_resumed(tmp_path: Path) -> None:
-    first, again = (
-        model_of(
-            optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), scale)
-        )
-        for scale in (8.0, 2.0)
-    )
+    scaled, sgd = keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD
+    first, again = (model_of(optimizer=scaled(sgd(), scale)) for scale in (8.0, 2.0))
     fit(first, ks.callbacks.Resume(tmp_path))
     first_scale = float(first.optimizer.dynamic_scale)
     first_count = int(first.optimizer.step_counter)
     assert first_count > 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with without_warnings():
         fit(again, ks.callbacks.Resume(tmp_path))
     assert float(again.optimizer.dynamic_scale) == first_scale == 8.0
     assert int(again.optimizer.step_counter) == first_count
@@ -235,33 +239,30 @@ def test_other_data_are_an_error(
 
 
 def test_a_changed_learning_rate_counts_and_is_named(tmp_path: Path) -> None:
-    fitted(tmp_path, model=model_of(optimizer=keras.optimizers.SGD(0.01)), epochs=1)
-    other = model_of(optimizer=keras.optimizers.SGD(0.05))
+    fitted(tmp_path, model=model_of(rate=0.01), epochs=1)
+    other = model_of(rate=0.05)
     text = r"learning_rate is 0\.05, in the snapshot 0\.01\. Those of the script count"
     with pytest.warns(UserWarning, match=text):
         fitted(tmp_path, model=other)
     assert float(other.optimizer.learning_rate) == pytest.approx(0.05)
-    again = model_of(optimizer=keras.optimizers.SGD(0.05))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    again = model_of(rate=0.05)
+    with without_warnings():
         fitted(tmp_path, model=again, epochs=3)
     # As a training that changes it after the first epoch.
-    expected = model_of(optimizer=keras.optimizers.SGD(0.01))
+    expected = model_of(rate=0.01)
     schedule = keras.callbacks.LearningRateScheduler(lambda e: 0.05 if e else 0.01)
     resume = ks.callbacks.Resume(tmp_path / "other")
     fitted(tmp_path, model=expected, epochs=3, callbacks=[schedule, resume])
-    for value, was in zip(again.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(value, was, rtol=1e-5, atol=1e-6)
+    assert_equal_weights(again, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_rate_that_a_callback_has_changed_is_that_of_the_snapshot(tmp_path) -> None:
     rates = []
     for _ in range(2):
         plateau = keras.callbacks.ReduceLROnPlateau("loss", 0.5, 1, min_delta=9)
-        model = model_of(optimizer=keras.optimizers.SGD(0.08))
+        model = model_of(rate=0.08)
         callbacks = [plateau, ks.callbacks.Resume(tmp_path)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
+        with without_warnings():
             fitted(tmp_path, model=model, epochs=3, callbacks=callbacks)
         rates.append(float(model.optimizer.learning_rate))
     assert rates[0] == pytest.approx(rates[1]) and rates[0] < 0.08

@@ -27,7 +27,6 @@ class Planted:
         build, data, step, options: arguments of `ks.verify`.
         strategy: options of `ks.MirroredStrategy`.
         backends: tuple of str.
-        by_day: tuple of str, the backends on which it is tested by day.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Planted:
     step: Any = None
     strategy: dict[str, Any] = field(default_factory=dict)
     backends: tuple[str, ...] = ("jax", "torch", "tensorflow")
-    by_day: tuple[str, ...] = ()
 
 
 def replicas() -> int:
@@ -161,6 +159,10 @@ def padded() -> dict[str, Any]:
     return data() | {"x": x, "y": y}
 
 
+def one_hot() -> dict[str, Any]:
+    return {**data(), "y": np.eye(3, dtype="float32")[data()["y"]]}
+
+
 # Layers.
 
 
@@ -269,6 +271,10 @@ class ScaledOptimizer(keras.optimizers.SGD):
         return super().apply([g * replicas() for g in grads], trainable_variables)
 
 
+def scaled_gradients() -> Any:
+    return dense(optimizer=ScaledOptimizer(0.1))
+
+
 def trains_fewer() -> Any:
     model = dense()
     if replicas() > 1:
@@ -276,118 +282,50 @@ def trains_fewer() -> Any:
     return compiled(model)
 
 
+SCALED, SETTING = "scaled_by_replicas", "setting_depends_on_replicas"
+RATE, DATA = "learning_rate_scaled", "data_depends_on_replicas"
+MODEL, DECLARED = "model_depends_on_replicas", "wrong_declaration"
 CASES = [
-    Planted(
-        "scaled_rate", "learning_rate_scaled", "setting", scaled_rate, by_day=("torch",)
-    ),
-    Planted("root_of_rate", "learning_rate_scaled", "setting", root_of_rate),
-    Planted("scaled_schedule", "learning_rate_scaled", "setting", scaled_schedule),
-    Planted(
-        "scaled_clipping", "setting_depends_on_replicas", "setting", scaled_clipping
-    ),
-    Planted("scaled_decay", "setting_depends_on_replicas", "setting", scaled_decay),
-    Planted(
-        "accumulation",
-        "setting_depends_on_replicas|model_depends_on_replicas",
-        "setting",
-        accumulation_of_replicas,
-    ),
-    Planted(
-        "smoothing",
-        "setting_depends_on_replicas",
-        "setting",
-        smoothing_of_replicas,
-        lambda: {**data(), "y": np.eye(3, dtype="float32")[data()["y"]]},
-    ),
-    Planted("wider", "model_depends_on_replicas", "setting", wider, by_day=("jax",)),
-    Planted("deeper", "model_depends_on_replicas", "setting", deeper),
+    Planted("scaled_rate", RATE, "setting", scaled_rate),
+    Planted("root_of_rate", RATE, "setting", root_of_rate),
+    Planted("scaled_schedule", RATE, "setting", scaled_schedule),
+    Planted("scaled_clipping", SETTING, "setting", scaled_clipping),
+    Planted("scaled_decay", SETTING, "setting", scaled_decay),
+    Planted("accumulation", f"{SETTING}|{MODEL}", "setting", accumulation_of_replicas),
+    Planted("smoothing", SETTING, "setting", smoothing_of_replicas, one_hot),
+    Planted("wider", MODEL, "setting", wider),
+    Planted("deeper", MODEL, "setting", deeper),
     Planted("policy", "autocast_lost", "dtype policy", policy_of_replicas),
     Planted(
-        "batch_per_replica",
-        "batch_size_per_replica",
-        "batch",
-        data=batch_per_replica,
-        by_day=("jax", "torch"),
+        "batch_per_replica", "batch_size_per_replica", "batch", data=batch_per_replica
     ),
     Planted("batch_divided", "batch_size_per_replica", "batch", data=batch_divided),
     Planted("unseeded_data", "unseeded_data", "batch", data=unseeded_data),
     Planted("unseeded_order", "unseeded_data", "batch", data=unseeded_order),
+    Planted("order", "order_of_rows", "batch", data=order_of_replicas),
+    Planted("shard", DATA, "batch", data=shard),
+    Planted("padded", DATA, "batch", data=padded),
+    Planted("own_noise", "unseeded_random_numbers", "", lambda: dense(OwnNoise())),
+    Planted("global_noise", "not_repeatable", "", lambda: dense(GlobalNoise())),
     Planted(
-        "order",
-        "order_of_rows",
-        "batch",
-        data=order_of_replicas,
-        by_day=("tensorflow",),
+        "counted", "python_state", "", lambda: dense(Counted()), backends=("torch",)
     ),
-    Planted("shard", "data_depends_on_replicas", "batch", data=shard),
-    Planted("padded", "data_depends_on_replicas", "batch", data=padded),
-    Planted(
-        "own_noise",
-        "unseeded_random_numbers",
-        build=lambda: dense(OwnNoise()),
-        by_day=("torch",),
-    ),
-    Planted("global_noise", "not_repeatable", build=lambda: dense(GlobalNoise())),
-    Planted(
-        "counted", "python_state", build=lambda: dense(Counted()), backends=("torch",)
-    ),
-    Planted(
-        "of_replicas",
-        "scaled_by_replicas",
-        "output",
-        lambda: dense(OfReplicas()),
-        by_day=("tensorflow",),
-    ),
-    Planted(
-        "centered",
-        "wrong_declaration",
-        "declaration",
-        lambda: dense(Centered()),
-        by_day=("jax", "torch", "tensorflow"),
-    ),
-    Planted(
-        "cumulative", "wrong_declaration", "declaration", lambda: dense(Cumulative())
-    ),
-    Planted("saturated", "wrong_declaration", "declaration", saturated, large),
+    Planted("of_replicas", SCALED, "output", lambda: dense(OfReplicas())),
+    Planted("centered", DECLARED, "declaration", lambda: dense(Centered())),
+    Planted("cumulative", DECLARED, "declaration", lambda: dense(Cumulative())),
+    Planted("saturated", DECLARED, "declaration", saturated, large),
     Planted(
         "batch_norm",
         "mixes_rows|per_replica_function",
-        "",
-        lambda: dense(keras.layers.BatchNormalization()),
+        build=lambda: dense(keras.layers.BatchNormalization()),
         strategy={"sync_batch_norm": False},
         backends=("torch", "tensorflow"),
-        by_day=("torch",),
     ),
-    Planted(
-        "divided_loss",
-        "scaled_by_replicas",
-        "loss",
-        lambda: dense(kind=DividedLoss),
-        by_day=("jax", "tensorflow"),
-    ),
-    Planted(
-        "multiplied_loss",
-        "scaled_by_replicas",
-        "loss",
-        lambda: dense(kind=MultipliedLoss),
-    ),
-    Planted(
-        "root_of_loss", "scaled_by_replicas", "loss", lambda: dense(kind=RootOfLoss)
-    ),
-    Planted("loss_weights", "scaled_by_replicas", "loss", weights_of_replicas),
-    Planted(
-        "scaled_metric",
-        "scaled_by_replicas",
-        "metric",
-        lambda: dense(metrics=[ScaledMetric()]),
-    ),
-    Planted(
-        "scaled_optimizer",
-        "learning_rate_scaled",
-        "variable",
-        lambda: dense(optimizer=ScaledOptimizer(0.1)),
-    ),
-    Planted(
-        "trains_fewer", "model_depends_on_replicas|variable_left_out", "", trains_fewer
-    ),
+    Planted("divided_loss", SCALED, "loss", lambda: dense(kind=DividedLoss)),
+    Planted("multiplied_loss", SCALED, "loss", lambda: dense(kind=MultipliedLoss)),
+    Planted("root_of_loss", SCALED, "loss", lambda: dense(kind=RootOfLoss)),
+    Planted("loss_weights", SCALED, "loss", weights_of_replicas),
+    Planted("scaled_metric", SCALED, "metric", lambda: dense(metrics=[ScaledMetric()])),
+    Planted("scaled_optimizer", RATE, "variable", scaled_gradients),
+    Planted("trains_fewer", f"{MODEL}|variable_left_out", "", trains_fewer),
 ]

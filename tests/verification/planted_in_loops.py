@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
-from verification.planted_in_fit import BATCH, Planted, arrays, dense
+from verification.planted_in_fit import BATCH, SCALED, Planted, arrays, dense
 
 import keras_strategies as ks
 
@@ -204,7 +204,8 @@ def faster(strategy: Any, model: Any, batch: Any) -> Any:
 
 
 #: JAX refuses collectives of replicas with different numbers of rows.
-COLLECTIVES = ("torch", "tensorflow")
+COLLECTIVES = {"backends": ("torch", "tensorflow")}
+OF_REPLICA = "per_replica_function"
 
 
 def data() -> dict[str, Any]:
@@ -220,61 +221,26 @@ def _case(
 
 
 CASES = [
-    _case(
-        "own_means", "scaled_by_replicas", "gradient", loop(own_mean), by_day=("torch",)
-    ),
-    _case(
-        "mean_of_means",
-        "mean_of_means",
-        "gradient",
-        loop(mean_of_means),
-        by_day=("torch",),
-    ),
-    _case("log_of_means", "mean_of_means", "loss", loop(logs=means), by_day=("torch",)),
-    _case("log_of_sums", "scaled_by_replicas", "loss", loop(logs=summed_means)),
+    _case("own_means", SCALED, "gradient", loop(own_mean)),
+    _case("mean_of_means", "mean_of_means", "gradient", loop(mean_of_means)),
+    _case("log_of_means", "mean_of_means", "loss", loop(logs=means)),
+    _case("log_of_sums", SCALED, "loss", loop(logs=summed_means)),
     _case("log_of_first", "one_replica_only", "loss", loop(logs=loss_of_first)),
     _case("metric_of_means", "mean_of_means", "metric", loop(logs=metric_of_means)),
     _case("metric_of_first", "one_replica_only", "metric", loop(logs=metric_of_first)),
-    _case(
-        "unreduced",
-        "one_replica_only",
-        "gradient",
-        loop(apply=unreduced),
-        by_day=("torch",),
-    ),
-    _case(
-        "summed_twice",
-        "scaled_by_replicas",
-        "gradient",
-        loop(apply=summed_twice),
-        backends=COLLECTIVES,
-    ),
-    _case(
-        "mean_of_sums",
-        "scaled_by_replicas",
-        "gradient",
-        loop(apply=mean_of_sums),
-        backends=COLLECTIVES,
-    ),
-    _case("by_root", "scaled_by_replicas", "gradient", loop(apply=by_root)),
-    _case("clipped", "per_replica_function", "gradient", loop(apply=clipped)),
-    _case("normalized", "per_replica_function", "gradient", loop(apply=normalized)),
+    _case("unreduced", "one_replica_only", "gradient", loop(apply=unreduced)),
+    _case("summed_twice", SCALED, "gradient", loop(apply=summed_twice), **COLLECTIVES),
+    _case("mean_of_sums", SCALED, "gradient", loop(apply=mean_of_sums), **COLLECTIVES),
+    _case("by_root", SCALED, "gradient", loop(apply=by_root)),
+    _case("clipped", OF_REPLICA, "gradient", loop(apply=clipped)),
+    _case("normalized", OF_REPLICA, "gradient", loop(apply=normalized)),
     _case("without_last", "variable_left_out", "gradient", loop(apply=without_last)),
     _case("noisy", "unseeded_random_numbers", "", loop(change=noisy)),
-    _case("standardized", "per_replica_function", "loss", loop(change=standardized)),
-    _case(
-        "contrastive", "per_replica_function", "gradient", loop(regularized=contrastive)
-    ),
-    _case("variance", "per_replica_function", "gradient", loop(regularized=variance)),
-    _case(
-        "constant_seed",
-        "same_random_numbers",
-        "output",
-        loop(),
-        ConstantSeed,
-        by_day=("torch",),
-    ),
-    _case("batch_max", "mixes_rows", "output", loop(), BatchMax, by_day=("torch",)),
+    _case("standardized", OF_REPLICA, "loss", loop(change=standardized)),
+    _case("contrastive", OF_REPLICA, "gradient", loop(regularized=contrastive)),
+    _case("variance", OF_REPLICA, "gradient", loop(regularized=variance)),
+    _case("constant_seed", "same_random_numbers", "output", loop(), ConstantSeed),
+    _case("batch_max", "mixes_rows", "output", loop(), BatchMax),
     _case("spread", "mixes_rows", "output", loop(), Spread),
     _case("faster", "learning_rate_scaled", "slot", faster),
 ]

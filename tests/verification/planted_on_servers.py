@@ -70,16 +70,8 @@ def divided(strategy: Any, model: Any, batch: Any) -> Any:
 
 
 CASES = [
-    Planted(
-        "server_rate", "learning_rate_scaled", "setting", rate_of_workers, by_day=("*",)
-    ),
-    Planted(
-        "server_batch",
-        "batch_size_per_replica",
-        "batch",
-        data=batch_of_workers,
-        by_day=("*",),
-    ),
+    Planted("server_rate", "learning_rate_scaled", "setting", rate_of_workers),
+    Planted("server_batch", "batch_size_per_replica", "batch", data=batch_of_workers),
     Planted("server_shard", "data_depends_on_replicas", "batch", data=shard_of_worker),
     Planted("server_gradient", "scaled_by_replicas", "gradient", step=divided),
 ]

@@ -75,13 +75,10 @@ def corrupted(value: Any) -> Any:
     if keras.backend.backend() == "jax":
         import jax
 
-        arrays = [
-            jax.device_put(array, shard.device)
-            for array, shard in zip((good, bad), value.addressable_shards, strict=True)
-        ]
-        return jax.make_array_from_single_device_arrays(
-            good.shape, value.sharding, arrays
-        )
+        devices = [shard.device for shard in value.addressable_shards]
+        arrays = list(map(jax.device_put, (good, bad), devices))
+        make = jax.make_array_from_single_device_arrays
+        return make(good.shape, value.sharding, arrays)
     if keras.backend.backend() == "torch":
         value.data.copy_(ops.convert_to_tensor(bad))
     else:
@@ -111,13 +108,8 @@ def test_a_corrupt_copy_is_named() -> None:
 def test_a_check_is_below_half_a_percent_of_its_steps() -> None:
     """Counted: rows of layer calls and elements of variables that are read."""
     batch, every = 64, 100
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope():
-        model = compiled(
-            keras.Sequential(
-                [keras.Input((6,))] + [keras.layers.Dense(3) for _ in range(4)]
-            )
-        )
+    layers = [keras.layers.Dense(3) for _ in range(4)]
+    model = made(lambda: compiled(keras.Sequential([keras.Input((6,)), *layers])))
     model.build((None, 6))
     model.optimizer.build(model.trainable_variables)
     verify = Verify(every=every)

@@ -13,10 +13,19 @@ pytestmark = pytest.mark.one_backend
 
 BACKEND = keras.backend.backend()
 CASES = [*planted_in_fit.CASES, *planted_in_loops.CASES]
+LOOPS = ("own_means", "mean_of_means", "log_of_means", "unreduced", "constant_seed")
+BY_DAY = {
+    "jax": {"wider", "batch_per_replica", "centered", "divided_loss"},
+    "torch": {
+        *("scaled_rate", "batch_per_replica", "own_noise", "centered", "batch_norm"),
+        *(f"loop_{name}" for name in (*LOOPS, "batch_max")),
+    },
+    "tensorflow": {"order", "of_replicas", "centered", "divided_loss"},
+}
 
 
 def _parameter(case: Planted) -> object:
-    marks = [] if BACKEND in case.by_day else [pytest.mark.nightly]
+    marks = [] if case.name in BY_DAY[BACKEND] else [pytest.mark.nightly]
     return pytest.param(case, id=case.name, marks=marks)
 
 

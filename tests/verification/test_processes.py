@@ -80,8 +80,7 @@ def test_a_mistake_in_a_script_of_ddp_is_found_and_named(fault: str) -> None:
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=NIGHTLY)])
 def test_no_alarm_on_a_sound_script(kind: str, tmp_path: Path) -> None:
     """With dropout, momentum and an uneven last batch."""
-    train = functools.partial(torch_scripts.train, "", kind)
-    report = ks.verify_processes(train)
+    report = ks.verify_processes(functools.partial(torch_scripts.train, "", kind))
     assert report, report
     assert report.steps == 4
     report.save(tmp_path / "report.json")

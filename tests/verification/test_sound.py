@@ -28,9 +28,8 @@ def mirrored(**options: Any) -> Any:
 
 
 def of(make: Any, **options: Any) -> Any:
-    return lambda: compiled(
-        make(), **{"loss": "sparse_categorical_crossentropy"} | options
-    )
+    options = {"loss": "sparse_categorical_crossentropy"} | options
+    return lambda: compiled(make(), **options)
 
 
 def weighted(make: Any) -> Any:
@@ -61,15 +60,9 @@ def convolutional() -> Any:
 
 
 def recurrent() -> Any:
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            layers.Embedding(11, 4, mask_zero=True),
-            layers.LSTM(4),
-            layers.Dense(3, activation="softmax"),
-        ]
-    )
+    embedding = keras.layers.Embedding(11, 4, mask_zero=True)
+    last = [keras.layers.LSTM(4), keras.layers.Dense(3, activation="softmax")]
+    return keras.Sequential([keras.Input((5,), dtype="int32"), embedding, *last])
 
 
 def transformer() -> Any:
@@ -118,29 +111,20 @@ MODELS = {
     ),
     "subclassed": (of(Subclassed, loss=loss_of()), weighted(datasets.classes)),
     "shuffled": (dense, lambda: {**data(), "shuffle": True}),
-    "bfloat16": (
-        lambda: dense(keras.layers.Dense(4, dtype="mixed_bfloat16")),
-        data,
-    ),
+    "bfloat16": (lambda: dense(keras.layers.Dense(4, dtype="mixed_bfloat16")), data),
     "mobile": (of(mobile), large_images),
 }
 BY_DAY = {
     "jax": {"convolutional"},
     "torch": {"transformer", "recurrent", "subclassed", "shuffled"},
     "tensorflow": {"subclassed"},
-}
+}[keras.backend.backend()]
 
 
 @pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name,
-            marks=[] if name in BY_DAY[keras.backend.backend()] else [NIGHTLY],
-        )
-        for name in MODELS
-    ],
+    [pytest.param(name, marks=[] if name in BY_DAY else [NIGHTLY]) for name in MODELS],
 )
 def test_no_alarm_on_a_sound_model(name: str) -> None:
     build, arguments = MODELS[name]
