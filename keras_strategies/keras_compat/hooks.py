@@ -111,8 +111,8 @@ class ModelHooks(Protocol):
 
     def metric_update(
         self,
-        metric: Any,
         original: Callable[..., Any],
+        metric: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         is_of_keras: bool,
@@ -231,7 +231,7 @@ def loss_call(
 
 
 def metric_update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    return installed_hooks().metric_update(self, original, args, kwargs, True)
+    return installed_hooks().metric_update(original, self, args, kwargs, True)
 
 
 def compiled_metrics(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -249,7 +249,7 @@ def metrics_update(
         if update.__module__.startswith("keras.src."):
             metric.update_state(*arguments, **weights)
         else:
-            installed_hooks().metric_update(metric, update, arguments, weights, False)
+            installed_hooks().metric_update(update, metric, arguments, weights, False)
 
 
 def apply_mask(

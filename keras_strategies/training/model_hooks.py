@@ -243,33 +243,10 @@ class StrategyHooks:
         found = loss_of_rows(original, loss, y_true, y_pred, weights)
         return note_loss(loss, weights, found)
 
-    def metrics_updated(self) -> contextlib.AbstractContextManager[None]:
-        return sent_together()
-
-    def metric_update(
-        self,
-        metric: Any,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        is_of_keras: bool,
-    ) -> Any:
-        return update_of_rows(original, metric, args, kwargs, is_of_keras)
-
-    def mask_weights(
-        self,
-        original: Callable[..., Any],
-        weights: Any,
-        mask: Any,
-        dtype: Any,
-        reduction: Any,
-    ) -> Any:
-        return mask_weights(original, weights, mask, dtype, reduction)
-
-    def reduced_values(
-        self, original: Callable[..., Any], values: Any, weights: Any, reduction: Any
-    ) -> Any:
-        return reduced_values(original, values, weights, reduction)
+    metric_update = staticmethod(update_of_rows)
+    metrics_updated = staticmethod(sent_together)
+    mask_weights = staticmethod(mask_weights)
+    reduced_values = staticmethod(reduced_values)
 
 
 def _constant(value: float) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,14 +67,12 @@ class ChiefCallback(keras.callbacks.Callback):
             return
         # `_last` is None on a worker that has joined or resumed in this epoch.
         done = self._epoch - 1 if self._last is None else self._last[0]
-        header, written = _log_so_far(
-            Path(self.callback.filename), self.callback.sep, done
-        )
+        rows = _rows_so_far(Path(self.callback.filename), self.callback.sep, done)
         with fit_position.appending(self.callback):
             self.callback.on_train_begin()
-        if header:
-            self.callback.keys = header[1:]
-        if self._last is not None and written != done:
+        if rows:
+            self.callback.keys = rows[0][1:]
+        if self._last is not None and str(done) not in [row[0] for row in rows]:
             self.callback.on_epoch_end(*self._last)
 
 
@@ -90,27 +87,15 @@ for _name in _HOOKS:
     setattr(ChiefCallback, _name, _forwarded(_name))
 
 
-def _log_so_far(path: Path, separator: str, done: int) -> tuple[list[str], int | None]:
-    """The columns of a log and its last epoch, without later or incomplete rows."""
-    if not path.exists():
-        return [], None
-    lines = path.read_bytes().splitlines(keepends=True)
-    rows = [_cells(line, separator) for line in lines]
-    while len(rows) > 1 and not (rows[-1] and int(rows[-1][0]) <= done):
+def _rows_so_far(path: Path, separator: str, done: int) -> list[list[str]]:
+    """The header and rows of a log; removes later and incomplete ones from it."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    complete = [line for line in lines if line.endswith(b"\n")]
+    rows = [line.decode().rstrip("\r\n").split(separator) for line in complete]
+    while len(rows) > 1 and int(rows[-1][0]) > done:
         rows.pop()
-    if rows and not rows[0]:
-        rows.clear()
     path.write_bytes(b"".join(lines[: len(rows)]))
-    if len(rows) < 2:
-        return (rows[0] if rows else []), None
-    return rows[0], int(rows[-1][0])
-
-
-def _cells(line: bytes, separator: str) -> list[str]:
-    """The cells of a complete row."""
-    if not line.endswith(b"\n"):
-        return []
-    return next(csv.reader([line.decode()], delimiter=separator), [])
+    return rows
 
 
 class ChiefCallbacks:
