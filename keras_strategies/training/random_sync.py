@@ -38,6 +38,7 @@ def random_numbers(engine: Engine) -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": state,
         "backend": base64.b64encode(engine.random_state).decode(),
+        "of": engine.name,
     }
     torch = loaded("torch")
     if torch is not None:
@@ -47,7 +48,7 @@ def random_numbers(engine: Engine) -> dict[str, Any]:
 
 
 def set_random_numbers(engine: Engine, state: dict[str, Any]) -> None:
-    """Restores the states that `random_numbers` returned."""
+    """Restores what `random_numbers` returned; of another backend, all but its own."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     numpy = state["numpy"]
@@ -57,5 +58,5 @@ def set_random_numbers(engine: Engine, state: dict[str, Any]) -> None:
     if torch is not None and "torch" in state:
         own = np.frombuffer(base64.b64decode(state["torch"]), np.uint8)
         torch.set_rng_state(torch.from_numpy(own.copy()))
-    if state["backend"]:
+    if state["of"] == engine.name:
         engine.random_state = base64.b64decode(state["backend"])

@@ -433,7 +433,7 @@ class ElasticActions(GroupActions):
 
     # New workers
 
-    def _begin_fit(self, model: Any, fit: ElasticFit) -> dict[str, Any] | None:
+    def _begin_fit(self, fit: ElasticFit) -> dict[str, Any] | None:
         """See `ElasticFit`."""
         self._fit = fit
         self._fits += 1

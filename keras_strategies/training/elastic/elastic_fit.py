@@ -31,9 +31,8 @@ class ElasticFit(fit_position.OrderedCallback):
     steps are skipped.
 
     Args:
-        begin: begins a `fit` with the built model and this object, which provides and
-            follows its state; returns, on a new worker, what `capture` returned on one
-            that trains.
+        begin: begins a `fit` with this object, which provides and follows its state;
+            returns, on a new worker, what `capture` returned on one that trains.
         end: ends it.
         chief_callbacks: those that follow the chief.
         decisions: `DecisionTimes` of the workers.
@@ -41,7 +40,7 @@ class ElasticFit(fit_position.OrderedCallback):
 
     def __init__(
         self,
-        begin: Callable[[Any, ElasticFit], dict[str, Any] | None],
+        begin: Callable[[ElasticFit], dict[str, Any] | None],
         end: Callable[[], None],
         chief_callbacks: ChiefCallbacks,
         decisions: DecisionTimes,
@@ -80,7 +79,7 @@ class ElasticFit(fit_position.OrderedCallback):
             self._position = InputPosition(
                 self._epochs, "skip", lambda done: None, reorders=False
             )
-        self._state = self._begin(self.model, self)
+        self._state = self._begin(self)
         if self._state is None:
             return
         fit_position.build_for_input(self.model, self._epochs)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_strategies.engines import get_engine, tf_data_pipelines
@@ -27,13 +26,11 @@ from keras_strategies.user_warnings import warn_user
 
 def random_state() -> dict[str, Any]:
     """The random numbers of Python, NumPy, the backend, and Torch where it is used."""
-    return {**random_numbers(get_engine()), "of": keras.backend.backend()}
+    return random_numbers(get_engine())
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restores a `random_state`; of another backend, all but the backend's state."""
-    if state["of"] != keras.backend.backend():
-        state = {**state, "backend": ""}
+    """Restores a `random_state`."""
     set_random_numbers(get_engine(), state)
 
 

@@ -142,12 +142,10 @@ class Checkpoint:
                 for entry in itertools.chain(*contents["objects"].values()):
                     check_stored(entry["value"], entry)
                 random = with_arrays(contents["random"])
-                backend = random.pop("of")
+                random["of"], random["python"], random["numpy"], random["backend"]
             self._prepare(contents["objects"])
             for variable, entry in self._matched(contents["objects"], str(path)):
                 variable.assign(in_numpy_dtype(entry["value"].read()))
-            if backend != keras.backend.backend():
-                random["backend"] = ""
             set_random_numbers(get_engine(), random)
 
     @property
@@ -195,7 +193,7 @@ class Checkpoint:
         return [v for value in self._objects.values() for v in _variables_of(value)]
 
     def _write(self, target: Path) -> None:
-        random = {**random_numbers(get_engine()), "of": keras.backend.backend()}
+        random = random_numbers(get_engine())
         objects = {
             name: [_entry(variable) for variable in _variables_of(value)]
             for name, value in self._objects.items()
