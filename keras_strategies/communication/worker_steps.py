@@ -164,7 +164,8 @@ class WorkerSteps:
     def __init__(self, group: WorkerGroup):
         self.group = group
         self._method = ""
-        self._steps = 0
+        #: int, the steps of the method that have begun.
+        self.count = 0
         # What is compared: "batches", "rows" or nothing.
         self._checks = ""
         # Wait for comparisons that have begun.
@@ -181,9 +182,9 @@ class WorkerSteps:
         Returns:
             Whether no other method is under way.
         """
-        previous = self._method, self._steps, self._checks
+        previous = self._method, self.count, self._checks
         checks = "batches" if name.endswith("_on_batch") else ""
-        self._method, self._steps, self._checks = name, 0, checks
+        self._method, self.count, self._checks = name, 0, checks
         self.group.progress = f"the beginning of {name}"
         self.group.clock.end()
         is_outermost = not previous[0]
@@ -192,18 +193,9 @@ class WorkerSteps:
             with call:
                 yield is_outermost
         finally:
-            self._method, self._steps, self._checks = previous
+            self._method, self.count, self._checks = previous
             self.group.progress = self._progress()
             self.group.clock.end()
-
-    @property
-    def count(self) -> int:
-        """int, the steps of the method that have begun."""
-        return self._steps
-
-    @count.setter
-    def count(self, count: int) -> None:
-        self._steps = count
 
     def begin_steps(self, count: int = 1) -> None:
         """Starts one or more steps.
@@ -211,7 +203,7 @@ class WorkerSteps:
         Raises:
             WorkerError: if a worker is lost.
         """
-        self._steps += count
+        self.count += count
         self.group.count_steps(count)
         self.group.progress = self._progress()
         self.group.check()
@@ -230,7 +222,7 @@ class WorkerSteps:
             with self.group.clock.reading(), recording.DATA:
                 return next(batches)
         except StopIteration:
-            self._steps -= 1
+            self.count -= 1
             self.group.count_steps(-1)
             self.group.progress = self._progress()
             self.group.clock.cancel()
@@ -345,7 +337,7 @@ class WorkerSteps:
         leaves = [leaf for leaf in leaves_of(batch) if leaf is not None]
         facts: list[Any] = [[list(leaf.shape) for leaf in leaves]]
         names: list[str] = []
-        if self._steps <= _COMPARED_BATCHES:
+        if self.count <= _COMPARED_BATCHES:
             facts.append([_checksum(leaf) for leaf in leaves])
             names = _names(batch)
         self._begin_comparison(facts, functools.partial(self._compare, names, facts))
@@ -382,4 +374,4 @@ class WorkerSteps:
     def _progress(self) -> str:
         if not self._method:
             return ""
-        return f"step {self._steps} of {self._method}"
+        return f"step {self.count} of {self._method}"

@@ -76,17 +76,12 @@ class IdTable:
     def __init__(self, entries: np.ndarray, state: np.ndarray, rows: int):
         self.entries = entries
         self.state = state
-        self._rows = rows
+        self.rows = rows
         self._sort()
-
-    @property
-    def rows(self) -> int:
-        """int, entries of rows of the table."""
-        return self._rows
 
     def copy(self) -> IdTable:
         """A table with entries of its own."""
-        return IdTable(self.entries.copy(), self.state.copy(), self._rows)
+        return IdTable(self.entries.copy(), self.state.copy(), self.rows)
 
     def _sort(self) -> None:
         is_used = self.entries[:, _SEEN] > 0
@@ -96,8 +91,8 @@ class IdTable:
         none = np.empty(0, np.int64)
         self._levels = [(keys[order], used[order]), (none, none)]
         free = np.flatnonzero(~is_used)
-        self._free = free[(free > 0) & (free < self._rows)]
-        self._free_candidates = free[free >= self._rows]
+        self._free = free[(free > 0) & (free < self.rows)]
+        self._free_candidates = free[free >= self.rows]
 
     def _find(self, keys: np.ndarray) -> np.ndarray:
         """The entry of each key; -1 for none."""
@@ -126,12 +121,12 @@ class IdTable:
     def rows_of(self, keys: np.ndarray) -> np.ndarray:
         """The row of each key; 0 for those without one."""
         places = self._find(keys)
-        return np.where(places < self._rows, places, 0).clip(min=0).astype(np.int32)
+        return np.where(places < self.rows, places, 0).clip(min=0).astype(np.int32)
 
     @property
     def used(self) -> tuple[np.ndarray, np.ndarray]:
         """The rows in use, and their ids."""
-        rows = np.flatnonzero(self.entries[: self._rows, _SEEN])
+        rows = np.flatnonzero(self.entries[: self.rows, _SEEN])
         return rows, _joined(self.entries[rows])
 
     def see(self, keys: np.ndarray, counts: np.ndarray, admit: int) -> tuple[int, int]:
@@ -151,7 +146,7 @@ class IdTable:
         known = places >= 0
         seen = np.where(known, entries[places, _SEEN].astype(np.int64), 0) + counts
         seen = seen.clip(max=_MOST)
-        has_row = known & (places < self._rows)
+        has_row = known & (places < self.rows)
         entries[places[known], _SEEN] = seen[known]
         entries[places[known], _LAST] = now
         wanted = np.flatnonzero(~has_row & (seen >= admit))
@@ -176,7 +171,7 @@ class IdTable:
 
         Those that were not seen for longest make room.
         """
-        area = self.entries[self._rows :]
+        area = self.entries[self.rows :]
         if len(new) <= len(self._free_candidates):
             places, self._free_candidates = np.split(self._free_candidates, [len(new)])
             self.entries[places] = new
@@ -201,20 +196,20 @@ class IdTable:
         if unseen is not None:
             gone |= self.state[0] - entries[:, _LAST] >= unseen
         if fewer_than is not None:
-            gone[: self._rows] |= entries[: self._rows, _SEEN] < fewer_than
+            gone[: self.rows] |= entries[: self.rows, _SEEN] < fewer_than
         gone &= entries[:, _SEEN] > 0
         places = np.flatnonzero(gone)
         entries[places] = 0
         self._note(places)
         self._sort()
-        return places[places < self._rows]
+        return places[places < self.rows]
 
     def grown(self, rows: int) -> IdTable:
         """A table with more rows, and as many more candidates, if it has them."""
-        has_candidates = len(self.entries) > self._rows
+        has_candidates = len(self.entries) > self.rows
         entries = np.zeros((rows * (2 if has_candidates else 1), 4), np.int32)
-        entries[: self._rows] = self.entries[: self._rows]
-        candidates = self.entries[self._rows :]
+        entries[: self.rows] = self.entries[: self.rows]
+        candidates = self.entries[self.rows :]
         entries[rows : rows + len(candidates)] = candidates
         return IdTable(entries, self.state.copy(), rows)
 

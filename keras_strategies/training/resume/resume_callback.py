@@ -379,7 +379,7 @@ class Resume(fit_position.OrderedCallback):
     @property
     def _waits(self) -> bool:
         """Whether the previous snapshot is still being written."""
-        return self._writer.is_busy and not self._clock.is_shared
+        return self._writer.is_busy and not self._shares
 
     # Snapshots
 

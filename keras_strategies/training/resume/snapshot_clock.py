@@ -36,11 +36,6 @@ class SnapshotClock:
         self.is_due = False
         self._begin()
 
-    @property
-    def is_shared(self) -> bool:
-        """bool, whether all workers take part in each snapshot."""
-        return self._group is not None
-
     def tick(self) -> None:
         """Counts a step."""
         self._steps += 1

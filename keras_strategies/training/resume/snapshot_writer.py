@@ -22,17 +22,13 @@ class SnapshotWriter:
         self._files = files
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._is_failing = False
+        #: bool, whether the last snapshot could not be written.
+        self.is_failing = False
 
     @property
     def is_busy(self) -> bool:
         """bool, whether a snapshot is being written."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def is_failing(self) -> bool:
-        """bool, whether the last snapshot could not be written."""
-        return self._is_failing
 
     def write(self, state: Any, written: Callable[[], None]) -> None:
         """Begins to write a snapshot, after the one before it; then calls `written`."""
@@ -54,8 +50,8 @@ class SnapshotWriter:
     def report(self) -> None:
         """Warns of the first of several failures in succession."""
         error, self._error = self._error, None
-        if error is not None and not self._is_failing:
-            self._is_failing = True
+        if error is not None and not self.is_failing:
+            self.is_failing = True
             warn_user(
                 f"A snapshot could not be written to {str(self._files.directory)!r}: "
                 f"{error}. Training continues. Earlier snapshots are intact, and the "
@@ -69,5 +65,5 @@ class SnapshotWriter:
         except Exception as error:
             self._error = error
         else:
-            self._is_failing = False
+            self.is_failing = False
             written()
