@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -164,7 +164,7 @@ class StrategyHooks:
             )
         run = replica.strategy.drivers.run
         grads = list(grads)
-        aggregate = not (_are_aggregated() or run.are_sums(grads, variables))
+        aggregate = not (_are_aggregated.get() or run.are_sums(grads, variables))
         if aggregate:
             check_gradients(grads)
             grads = _largest_once(
@@ -295,15 +295,7 @@ def _check_read_on_replica(variable: Any) -> None:
         )
 
 
-class _Aggregation(threading.local):
-    done = False
-
-
-_aggregation = _Aggregation()
-
-
-def _are_aggregated() -> bool:
-    return _aggregation.done
+_are_aggregated = ContextVar("gradients are aggregated", default=False)
 
 
 @contextlib.contextmanager
@@ -318,9 +310,8 @@ def gradients_are_aggregated() -> Iterator[None]:
     >>> with ks.gradients_are_aggregated():
     ...     optimizer.apply(gradients, model.trainable_variables)
     """
-    previous = _aggregation.done
-    _aggregation.done = True
+    token = _are_aggregated.set(True)
     try:
         yield
     finally:
-        _aggregation.done = previous
+        _are_aggregated.reset(token)
