@@ -18,6 +18,7 @@ from checkpoints.hostile_archives import (
     members_of,
     write_members,
 )
+from harness.training import assert_arrays
 
 import keras_strategies as ks
 from keras_strategies.errors import DamagedCheckpointError
@@ -95,12 +96,10 @@ def test_a_checkpoint(attack: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match=named) as raised:
         manager.checkpoint.restore(path)
     assert str(path) in str(raised.value)
-    for value, was in zip(model.get_weights(), first, strict=True):
-        np.testing.assert_array_equal(value, was + 2)
+    assert_arrays(model.get_weights(), [value + 2 for value in first])
     with pytest.warns(UserWarning, match=r"(?s)ckpt-2\.ckpt.* Using the previous"):
         assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1.ckpt")
-    for value, was in zip(model.get_weights(), first, strict=True):
-        np.testing.assert_array_equal(value, was)
+    assert_arrays(model.get_weights(), first)
 
 
 @pytest.mark.usefixtures("_bounded")
@@ -127,8 +126,7 @@ def test_a_snapshot_of_fit(attack: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=rf"(?s){newest.name}.*{named}.*before it"):
         found, again = fit(2)
     assert again == pytest.approx(losses)
-    for value, was in zip(found.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(value, was, rtol=1e-6)
+    assert_arrays(found.get_weights(), expected.get_weights(), 1e-6)
     attacked(max(tmp_path.glob("*.zip")), attack)
     with pytest.raises(DamagedCheckpointError, match=named):
         fit(2)
@@ -165,5 +163,4 @@ def test_a_checkpoint_with_values_of_another_shape(tmp_path: Path) -> None:
     before = model.get_weights()
     with pytest.raises(DamagedCheckpointError, match="has other values"):
         ks.Checkpoint(model=model).restore(path)
-    for value, was in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(value, was)
+    assert_arrays(model.get_weights(), before)

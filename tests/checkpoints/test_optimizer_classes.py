@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from harness.forker import Forker
+from harness.training import assert_arrays
 
 import keras_strategies as ks
 
@@ -88,8 +89,7 @@ def test_a_file_of_keras_on_torch_is_loaded(make: str, tmp_path: Path) -> None:
         mine.assign(other.numpy())
     for each in (model, expected):
         each.fit(*DATA, epochs=2, verbose=0)
-    for value, other in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+    assert_arrays(model.get_weights(), expected.get_weights(), 1e-5, 1e-6)
 
 
 def test_a_file_under_a_strategy_on_torch_names_keras(tmp_path: Path) -> None:

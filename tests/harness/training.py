@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -33,6 +33,7 @@ __all__ = [
     "Results",
     "alone",
     "as_arrays",
+    "assert_arrays",
     "assert_same",
     "assert_same_training",
     "assert_workers",
@@ -79,6 +80,14 @@ def assert_same(expected: Results, found: Results, tolerance: float, who: str) -
             f"{who} differs from one device by more than {tolerance:g} of the largest "
             f"magnitude, in {len(problems)} places:\n{lines}"
         )
+
+
+def assert_arrays(
+    found: Iterable[Any], expected: Iterable[Any], rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """Fails if arrays differ from other ones, one by one."""
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol, atol)
 
 
 def assert_workers(

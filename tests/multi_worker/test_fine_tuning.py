@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness.training import assert_same
+from harness.training import assert_arrays, assert_same
 from keras import layers
 from multi_worker.clusters import model_parallel, on_clusters, one_device, scope_of
 
@@ -205,5 +205,4 @@ def test_words_that_do_not_divide_are_saved_and_continued(cluster, way, tmp_path
     if make := IN_ONE_PROCESS.get("shards"):
         every.append(saved_and_continued(make().scope, str(own), way))
     for found in every:
-        for own, one in zip(found, expected, strict=True):
-            np.testing.assert_allclose(own, one, rtol=1e-4, atol=1e-5)
+        assert_arrays(found, expected, 1e-4, 1e-5)

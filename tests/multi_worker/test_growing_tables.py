@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from harness.training import assert_arrays
 from multi_worker.clusters import one_device, own_cluster
 from parameter_server.growing_tables import CAPACITY
 from parameter_server.test_id_admission import changing, fit_changing, weights_of
@@ -48,11 +49,6 @@ def grows(strategy, steps_per_execution):
     return used, capacities, history.history["loss"], weights_of(model)
 
 
-def assert_close(found, expected):
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
-
-
 @pytest.mark.slow(seconds=12)
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_tables_of_two_workers_change_within_fit_as_on_one_device(
@@ -63,7 +59,7 @@ def test_tables_of_two_workers_change_within_fit_as_on_one_device(
     for found in cluster(grows, steps_per_execution):
         assert found[:2] == (used, capacities)
         np.testing.assert_allclose(found[2], losses, rtol=2e-5)
-        assert_close(found[3], weights)
+        assert_arrays(found[3], weights, 2e-5, 2e-6)
 
 
 def grows_with_row_0(strategy):
@@ -78,7 +74,7 @@ def test_tables_of_two_workers_grow_as_on_one_device(cluster) -> None:
     model, admission = changing()
     fit_changing(model, admission)
     for found in cluster(grows_with_row_0):
-        assert_close(found, weights_of(model))
+        assert_arrays(found, weights_of(model), 2e-5, 2e-6)
 
 
 def counts(strategy, ids, seeds):

@@ -8,6 +8,7 @@ import pytest
 from harness.training import (
     alone,
     as_arrays,
+    assert_arrays,
     assert_workers,
     compiled,
     fit_evaluate_predict,
@@ -113,11 +114,6 @@ def fit(model, callbacks=None):
     return state(model)
 
 
-def assert_equal(found, expected, strict=True):
-    for a, b in zip(found, expected, strict=strict):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.skipif(TENSORFLOW, reason="it has no sharded checkpoints")
 @pytest.mark.one_backend("jax", "torch")
 @pytest.mark.slow(seconds=6)
@@ -152,9 +148,8 @@ def test_a_worker_saves_only_its_own_parts(
 
     for numbers, expected, found, on, others_on in cluster(program, str(tmp_path)):
         assert numbers == [1, 1]
-        assert_equal(found.values(), expected.values())
-        for a, b in zip(on.values(), others_on.values(), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        assert_arrays(found.values(), expected.values())
+        assert_arrays(on.values(), others_on.values(), 1e-5, 1e-7)
     assert {path.name for path in tmp_path.iterdir()} == {
         *("1.keras", "2.keras", "sharded")
     }
@@ -170,9 +165,9 @@ def test_a_worker_saves_only_its_own_parts(
     model = network(strategy, seed=5)
     model.optimizer.build(model.trainable_variables)
     assert strategy.load_sharded(model, tmp_path / "sharded") == 1
-    assert_equal(state(model).values(), expected.values())
+    assert_arrays(state(model).values(), expected.values())
     ordinary = keras.models.load_model(tmp_path / "2.keras").get_weights()
-    assert_equal(ordinary, expected.values(), strict=False)
+    assert_arrays(ordinary, list(expected.values())[: len(ordinary)])
 
 
 def other_values(strategy, folder):

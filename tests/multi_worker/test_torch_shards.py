@@ -10,7 +10,7 @@ import time
 import keras
 import numpy as np
 import pytest
-from harness.training import as_arrays, assert_workers, state_of
+from harness.training import as_arrays, assert_arrays, assert_workers, state_of
 from multi_worker.clusters import (
     assert_as_one_device,
     model_parallel,
@@ -246,8 +246,7 @@ def test_what_fits_into_the_memory_of_a_device(cluster):
     for layout, choice, found in cluster(program):
         assert layout == "replicated"
         assert choice.rematerializes or choice.accumulation_steps > 1
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        assert_arrays(found, expected, 1e-4, 1e-6)
 
 
 # Optimizers of Torch in `run`, as in a script for DDP.
@@ -310,5 +309,4 @@ def test_an_optimizer_of_torch_steps_as_on_one_device(cluster, how):
     expected, expected_norms = train(None, *arguments)
     for weights, norms in cluster(program):
         np.testing.assert_allclose(norms, expected_norms, rtol=1e-4)
-        for one, other in zip(weights, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        assert_arrays(weights, expected, 1e-4, 1e-6)

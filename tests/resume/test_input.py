@@ -10,6 +10,7 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
+from harness.training import assert_arrays
 
 import keras_strategies as ks
 from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
@@ -87,8 +88,7 @@ def assert_resumed(folder: Path, data: Any, after: int = 8, **options: Any) -> N
     assert history.keys() == whole.keys()
     for name, values in whole.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
-    for mine, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+    assert_arrays(found, expected, 1e-5, 1e-6)
 
 
 def arrays() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
+from harness.training import assert_arrays
 
 import keras_strategies as ks
 from keras_strategies.errors import CheckpointError
@@ -47,12 +48,6 @@ def fit(model: Any, resume: Any, *callbacks: Any, epochs: int = 3) -> Any:
     resume_callback.finished_directories.clear()
     callbacks = (*callbacks, resume)
     return model.fit(X, Y, batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks)
-
-
-def assert_equal_weights(model: Any, other: Any, **tolerance: float) -> None:
-    given = {"rtol": 0.0, **tolerance}
-    for mine, its in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, its, **given)
 
 
 @contextlib.contextmanager
@@ -91,7 +86,7 @@ def test_a_finished_training_has_nothing_to_do_unless_there_are_more_epochs(
     history = fit(first, ks.callbacks.Resume(tmp_path)).history
     assert fit(again, resume).history == history
     assert resume.pauses == ()
-    assert_equal_weights(again, first)
+    assert_arrays(again.get_weights(), first.get_weights())
     assert int(again.optimizer.iterations) == 12
     # A directory is of one `fit`; without it, the model trains as ever.
     with pytest.raises(ValueError, match="has ended in this process"):
@@ -113,7 +108,7 @@ def test_a_training_that_was_stopped_stays_so(tmp_path: Path) -> None:
 
     history, found = history_of(first), history_of(again)
     assert found == history and len(found["loss"]) < 9
-    assert_equal_weights(again, first)
+    assert_arrays(again.get_weights(), first.get_weights())
 
 
 @pytest.mark.parametrize(
@@ -253,7 +248,7 @@ def test_a_changed_learning_rate_counts_and_is_named(tmp_path: Path) -> None:
     schedule = keras.callbacks.LearningRateScheduler(lambda e: 0.05 if e else 0.01)
     resume = ks.callbacks.Resume(tmp_path / "other")
     fitted(tmp_path, model=expected, epochs=3, callbacks=[schedule, resume])
-    assert_equal_weights(again, expected, rtol=1e-5, atol=1e-6)
+    assert_arrays(again.get_weights(), expected.get_weights(), 1e-5, 1e-6)
 
 
 def test_a_rate_that_a_callback_has_changed_is_that_of_the_snapshot(tmp_path) -> None:

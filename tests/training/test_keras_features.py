@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from harness.training import assert_arrays
 from keras import callbacks, layers
 
 import keras_strategies as ks
@@ -55,9 +56,7 @@ def both(train: Callable[[Any, Callable[..., Any]], Any]) -> None:
 
         found.append(train(strategy, made))
     alone, together = map(keras.tree.flatten, found)
-    assert len(alone) == len(together)
-    for one, two in zip(alone, together, strict=True):
-        np.testing.assert_allclose(two, one, rtol=2e-4, atol=2e-5)
+    assert_arrays(together, alone, 2e-4, 2e-5)
 
 
 CALLBACKS: dict[str, Callable[[Path], Any]] = {
