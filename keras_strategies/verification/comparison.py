@@ -84,37 +84,27 @@ def gaps(
         missing, and values that are not finite on one side only.
     """
     own, other_own = _changes(alone, start), _changes(found, other_start or start)
-    pairs = {
-        key: (value, found.values[key])
-        for key, value in alone.values.items()
-        if key in found.values and found.values[key].shape == value.shape
-    }
-    # NumPy is called once for all small arrays: a call takes longer than they do.
-    sizes, moves = _largest(alone.values), _largest(own)
-    apart = _largest(
-        {
-            key: own[key] - other_own[key] if key in own else _float(a) - _float(b)
-            for key, (a, b) in pairs.items()
-        }
-    )
-    moves = {key: size if math.isfinite(size) else 0.0 for key, size in moves.items()}
+    moves = {key: _size(_finite(change)) for key, change in own.items()}
     updates = [moves[key] for key in alone.trained if key in moves]
     least_update = _OF_OTHERS * max(updates, default=0.0)
-    scales = _group_scales(alone, sizes)
+    scales = _group_scales(alone)
     gap: dict[Key, float] = {}
     for key in sorted(alone.values, key=lambda each: KINDS.index(each[0])):
-        if key not in pairs:
+        one, other = alone.values[key], found.values.get(key)
+        if other is None or other.shape != one.shape:
             gap[key] = float("inf")
-        elif key in own and math.isfinite(apart[key]):
-            moved, size = moves[key], sizes[key]
+            continue
+        apart = _size(own[key] - other_own[key]) if key in own else math.inf
+        if math.isfinite(apart):
+            moved, size = moves[key], _size(one)
             rounding = precision.rounding * step * max(size, moved)
             least = max(moved, 1e-6 * size, 1e-30)
             if key in alone.trained:
                 least = max(least, least_update)
-            gap[key] = max(0.0, apart[key] - rounding) / least
+            gap[key] = max(0.0, apart - rounding) / least
         else:
             least = 0.0 if key in own else scales.get(_group(alone, key), 0.0)
-            gap[key] = _relative(*pairs[key], sizes[key], apart[key], least)
+            gap[key] = relative_gap(one, other, least)
     return gap
 
 
@@ -123,22 +113,12 @@ def relative_gap(one: np.ndarray, other: np.ndarray, least_scale: float) -> floa
     """The largest difference of two arrays, relative to the largest value of one."""
     if one.shape != other.shape:
         return float("inf")
-    size, apart = _size(one), _size(_float(one) - _float(other))
-    return _relative(one, other, size, apart, least_scale)
-
-
-def _relative(
-    one: np.ndarray, other: np.ndarray, size: float, apart: float, least: float
-) -> float:
-    """Of two arrays with the size of one, and of their difference."""
     if not np.issubdtype(one.dtype, np.floating):
         return 0.0 if np.array_equal(one, other) else float("inf")
-    if not math.isfinite(size):
-        finite = np.isfinite(one)
-        if not np.array_equal(finite, np.isfinite(other)):
-            return float("inf")
-        return relative_gap(np.where(finite, one, 0), np.where(finite, other, 0), least)
-    return apart / max(size, least, 1e-12)
+    if not np.array_equal(np.isfinite(one), np.isfinite(other)):
+        return float("inf")
+    one, other = _finite(_float(one)), _finite(_float(other))
+    return _size(one - other) / max(_size(one), least_scale, 1e-12)
 
 
 def _changes(found: Observed, start: Observed | None) -> dict[Key, np.ndarray]:
@@ -153,28 +133,15 @@ def _changes(found: Observed, start: Observed | None) -> dict[Key, np.ndarray]:
     return changes
 
 
-def _largest(arrays: dict[Key, np.ndarray]) -> dict[Key, float]:
-    """The largest magnitude of each array; infinite if a value is not finite."""
-    found = dict.fromkeys(arrays, 0.0)
-    groups: dict[str, dict[Key, np.ndarray]] = {}
-    for key, array in arrays.items():
-        if array.size:
-            flat = _float(array).reshape(-1)
-            groups.setdefault(flat.dtype.char, {})[key] = flat
-    for group in groups.values():
-        flat = np.concatenate(list(group.values()))
-        starts = np.cumsum([0, *map(len, group.values())])[:-1]
-        above, below = (f.reduceat(flat, starts) for f in (np.maximum, np.minimum))
-        sizes = np.maximum(above, -below)
-        sizes[~np.isfinite(sizes)] = np.inf
-        found.update(zip(group, sizes.tolist(), strict=True))
-    return found
-
-
 def _size(array: np.ndarray) -> float:
-    """The largest magnitude of one array."""
-    key = "", 0
-    return _largest({key: array})[key]
+    """The largest magnitude of an array; infinite if a value is not finite."""
+    largest = float(np.abs(_float(array)).max(initial=0.0))
+    return largest if math.isfinite(largest) else math.inf
+
+
+def _finite(array: np.ndarray) -> np.ndarray:
+    """An array with zeros in place of values that are not finite."""
+    return np.where(np.isfinite(array), array, 0)
 
 
 def _float(array: np.ndarray) -> np.ndarray:
@@ -187,15 +154,14 @@ def _group(observed: Observed, key: Key) -> str:
     return f"{kind} {name.rpartition('_')[2]}" if kind == "slot" else kind
 
 
-def _group_scales(observed: Observed, sizes: dict[Key, float]) -> dict[str, float]:
+def _group_scales(observed: Observed) -> dict[str, float]:
     """Of the finite values of all gradients, and of slots of a name."""
     found: dict[str, float] = {}
     for key, value in observed.values.items():
         if key[0] in ("gradient", "slot") and np.issubdtype(value.dtype, np.floating):
-            size, group = sizes[key], _group(observed, key)
-            if not math.isfinite(size):
-                size = _size(np.where(np.isfinite(value), value, 0))
-            found[group] = max(found.get(group, 0.0), _OF_OTHERS * size)
+            group = _group(observed, key)
+            size = _OF_OTHERS * _size(_finite(value))
+            found[group] = max(found.get(group, 0.0), size)
     return found
 
 

@@ -24,7 +24,6 @@ from keras_strategies.training.resume.resume_callback import Resume
 from keras_strategies.values import PerReplica
 from keras_strategies.verification.batches import Batch, fit_arguments, read_batches
 from keras_strategies.verification.layer_outputs import OutputNames, model_of_outputs
-from keras_strategies.verification.variable_reader import VariableReader
 
 Step = Callable[[Any, Any, Any], Any]
 _SERVER_RATE = 2.0**10
@@ -100,12 +99,9 @@ class Observed:
         self.dtypes[key] = dtype
         return key
 
-    def add_variables(
-        self, variables: Sequence[tuple[str, str, Any]], reader: VariableReader
-    ) -> None:
-        values = reader.read([variable for _, _, variable in variables])
-        for (kind, name, variable), value in zip(variables, values, strict=True):
-            key = self.add(kind, name, value)
+    def add_variables(self, variables: Sequence[tuple[str, str, Any]]) -> None:
+        for kind, name, variable in variables:
+            key = self.add(kind, name, copied_value(variable))
             if kind == "variable" and variable.trainable:
                 self.trained.add(key)
 
@@ -139,7 +135,6 @@ class Training:
         #: Steps that this training has taken.
         self.steps_taken = 0
         self._keeps_optimizer = keeps_optimizer
-        self._reader = VariableReader()
         keras.utils.set_random_seed(script.seed)
         with strategy.scope():
             self.model = script.build()
@@ -192,7 +187,7 @@ class Training:
     def state(self) -> Observed:
         """Copies of the values of all variables."""
         found = Observed()
-        found.add_variables(self.variables(), self._reader)
+        found.add_variables(self.variables())
         return found
 
     def restore(self, state: Observed) -> None:
@@ -221,7 +216,6 @@ class Training:
         steps: int,
         more: Sequence[Any] = (),
         records: dict[Position, Observed] | None = None,
-        is_enough: Callable[[Observed], bool] = lambda found: False,
     ) -> list[Observed]:
         """Takes steps as the script does.
 
@@ -230,22 +224,16 @@ class Training:
             more: callbacks of `fit`; one of them may interrupt it.
             records: what was observed of `fit` before an interruption, by position;
                 the steps that are taken now are added, or replace what is there.
-            is_enough: callable of what is observed after a step; with True the
-                training ends.
 
         Returns:
             list of what is observed after each step.
         """
         self.fresh_seed()
         if self.script.step is not None:
-            found = []
-            for batch in self._distributed(self.batches[:steps]):
-                found.append(self._observed(self._own_step(batch)))
-                if is_enough(found[-1]):
-                    break
-            return found
+            batches = self._distributed(self.batches[:steps])
+            return [self._observed(self._own_step(batch)) for batch in batches]
         records = {} if records is None else records
-        recorder = _Recorder(self, records, steps, is_enough)
+        recorder = _Recorder(self, records, steps)
         with self.strategy.scope():
             given = fit_arguments(self.script.data)
         callbacks = [*(given.pop("callbacks", None) or []), recorder, *more]
@@ -263,7 +251,7 @@ class Training:
         self.steps_taken += 1
         found = Observed()
         found.add_logs(logs)
-        found.add_variables(self.variables(), self._reader)
+        found.add_variables(self.variables())
         return found
 
     def _distributed(self, batches: list[Batch]) -> Any:
@@ -315,8 +303,7 @@ class Training:
                 moved = (value - copied_value(variable)) / _SERVER_RATE
                 found.add("gradient", variable.path, moved)
                 variable.assign(value)
-        variables = [each for each in self.variables() if each[0] == "variable"]
-        found.add_variables(variables, VariableReader())
+        found.add_variables([v for v in self.variables() if v[0] == "variable"])
         return found
 
     def outputs(
@@ -357,18 +344,13 @@ class Killed(BaseException):
 
 
 class _Recorder(keras.callbacks.Callback):
-    """Observes each step of `fit`, and ends it after the last, or when it is enough."""
+    """Observes each step of `fit`, and ends it after the last."""
 
     def __init__(
-        self,
-        training: Training,
-        records: dict[Position, Observed],
-        steps: int,
-        is_enough: Callable[[Observed], bool],
+        self, training: Training, records: dict[Position, Observed], steps: int
     ):
         super().__init__()
         self._training, self._records, self._steps = training, records, steps
-        self._is_enough = is_enough
         self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -376,9 +358,8 @@ class _Recorder(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         model = self.model  # Keras on JAX writes the state into the variables here.
-        found = self._training._observed(dict(logs or {}))
-        self._records[self._epoch, batch] = found
-        if self._is_enough(found) or len(self._records) == self._steps:
+        self._records[self._epoch, batch] = self._training._observed(dict(logs or {}))
+        if len(self._records) == self._steps:
             model.stop_training = True
 
 

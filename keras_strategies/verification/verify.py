@@ -308,28 +308,22 @@ class _Verification:
     def _noise(self, gap: list[dict[Key, float]]) -> list[dict[Key, float]]:
         """What differs on one device, from weights that differ in their last digits.
 
-        Noise grows. So it is measured up to the step of which the noise explains all
-        later differences, too, or that is different.
-
         Args:
             gap: the differences of the strategy, for each step.
 
         Returns:
-            The noise of the steps that were taken.
+            The largest noise up to each step; none if nothing needs it.
         """
-        noise: list[dict[Key, float]] = []
         tolerance = self.precision.tolerance
+        if not any(any(differing(each, {}, tolerance)) for each in gap):
+            return [{} for _ in gap]
         start = disturbed(self.initial, self.precision.disturbance)
-
-        def is_enough(found: Observed) -> bool:
-            i = len(noise)
-            noise.append(self._gaps(i, found, start))
-            is_more = [any(differing(each, noise[i], tolerance)) for each in gap[i:]]
-            return is_more[0] or not any(is_more)
-
-        if any(any(differing(each, {}, tolerance)) for each in gap):
-            training = self._experiment(self.reference, start)
-            training.train(self.script.steps, is_enough=is_enough)
+        found = self._experiment(self.reference, start).train(self.script.steps)
+        noise: list[dict[Key, float]] = []
+        for i, each in enumerate(found):
+            before = noise[-1] if noise else {}
+            own = self._gaps(i, each, start)
+            noise.append({k: max(v, before.get(k, 0.0)) for k, v in own.items()})
         return noise
 
     def _gaps(
@@ -352,8 +346,7 @@ class _Verification:
         every_noise = self._noise(every_gap)
         repeated: set[bool] = set()
         for i, (one, other) in enumerate(zip(alone, found, strict=True)):
-            gap = every_gap[i]
-            noise = every_noise[min(i, len(every_noise) - 1)] if every_noise else {}
+            gap, noise = every_gap[i], every_noise[i]
             keys = list(differing(gap, noise, self.precision.tolerance))
             if keys and max(noise.values(), default=0.0) > _CHAOS:
                 noise = self._more_noise(i, noise)

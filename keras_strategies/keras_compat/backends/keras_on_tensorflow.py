@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -126,28 +126,3 @@ def holds_tf_variables(layer: Any) -> bool:
         for sublayer in layer._flatten_layers()
         for value in vars(sublayer).values()
     )
-
-
-def program_of_reads(variables: Sequence[Any]) -> Callable[[], list[Any]]:
-    """A program that reads Keras variables; an eager read of each takes 0.2 ms.
-
-    Returns:
-        callable; its result has an array for each variable that holds one of
-        TensorFlow, and any other Keras variable itself, such as one on servers.
-    """
-    import tensorflow as tf
-
-    held = [each.value for each in variables]
-    read = tf.function(
-        lambda: [tf.identity(each) for each in held if isinstance(each, tf.Variable)],
-        autograph=False,
-    )
-
-    def values() -> list[Any]:
-        tensors = iter(read())
-        return [
-            next(tensors).numpy() if isinstance(value, tf.Variable) else variable
-            for variable, value in zip(variables, held, strict=True)
-        ]
-
-    return values
