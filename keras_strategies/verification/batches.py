@@ -15,6 +15,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.arrays import from_arrays
 from keras_strategies.input.batches import is_array, named_leaves
 from keras_strategies.strategies.default import DefaultStrategy
+from keras_strategies.verification.processes.records import row_checksums
 
 _DATA = ("x", "y", "sample_weight")
 #: Arguments of `fit` that verification has its own values for, or leaves out.
@@ -52,14 +53,6 @@ class Batch:
         return Batch(
             keras.tree.map_structure(lambda leaf: leaf[start:stop], self.parts)
         )
-
-    def row_checksums(self) -> list[int]:
-        """The CRC-32 of each row."""
-        leaves = keras.tree.flatten(self.parts)
-        return [
-            checksum(np.array([checksum(np.asarray(leaf[i])) for leaf in leaves]))
-            for i in range(self.rows)
-        ]
 
     def leaf_checksums(self) -> list[int]:
         """The CRC-32 of each leaf."""
@@ -167,4 +160,5 @@ def data_problem(
 
 
 def _rows(batches: list[Batch]) -> list[int]:
-    return list(itertools.chain(*(batch.row_checksums() for batch in batches)))
+    leaves = [keras.tree.flatten(batch.parts) for batch in batches]
+    return [row for each in leaves for row in row_checksums(each)]

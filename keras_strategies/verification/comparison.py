@@ -205,11 +205,3 @@ def few(array: np.ndarray) -> str:
     flat = [f"{float(value):.6g}" for value in np.asarray(array).reshape(-1)[:3]]
     text = ", ".join(flat) + (", ..." if array.size > 3 else "")
     return text if array.ndim == 0 else f"[{text}]"
-
-
-def dtype_policies(model: Any) -> dict[str, str]:
-    """The dtype policy of each layer."""
-    return {
-        f"{i} {layer.name}": layer.dtype_policy.name
-        for i, layer in enumerate(sublayers(model))
-    }

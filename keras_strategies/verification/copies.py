@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_strategies.communication.checksums import checksum
-from keras_strategies.runtime.state.model_values import in_numpy_dtype
+from keras_strategies.runtime.state.model_values import copied_value
 
 
 def differing_copies(
@@ -28,7 +27,7 @@ def differing_copies(
     own: list[tuple[str, list[np.ndarray]]] = []
     for variable in variables:
         copies = strategy.drivers.fit.copies(variable)
-        own.append((variable.path, [_array(copy.value) for copy in copies]))
+        own.append((variable.path, [copied_value(copy.value) for copy in copies]))
     for path, (one, *others) in own:
         for other in others:
             if checksum(one) != checksum(other):
@@ -42,7 +41,3 @@ def differing_copies(
     for i, (path, (one, *_)) in enumerate(own):
         if any(each[i] != sums[i] for each in every):
             yield path, one, np.full_like(one, np.nan, dtype="float32")
-
-
-def _array(value: Any) -> np.ndarray:
-    return in_numpy_dtype(keras.ops.convert_to_numpy(value))

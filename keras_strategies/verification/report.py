@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib
 import json
 import os
 import platform
@@ -180,12 +179,12 @@ def causes() -> dict[str, str]:
     return {name: text for name, text in CAUSES.items() if name}
 
 
-def versions() -> dict[str, str]:
-    """Those of Python, Keras, its backend and this package."""
-    name, package = keras.backend.backend(), __name__.partition(".")[0]
+def versions(frameworks: dict[str, str]) -> dict[str, str]:
+    """Those of Python, Keras, the frameworks and this package."""
+    package = __name__.partition(".")[0]
     return {
         "python": platform.python_version(),
         "keras": keras.__version__,
-        name: importlib.import_module(name).__version__,
+        **frameworks,
         package: sys.modules[package].__version__,
     }

@@ -19,7 +19,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     create_global_generator,
     is_seed_state,
 )
-from keras_strategies.runtime.state.model_values import copied_value, in_numpy_dtype
+from keras_strategies.runtime.state.model_values import copied_value
 from keras_strategies.training.resume.resume_callback import Resume
 from keras_strategies.values import PerReplica
 from keras_strategies.verification.batches import Batch, fit_arguments, read_batches
@@ -324,7 +324,7 @@ class Training:
             tensors = self._outputs_in_run(model, batch, names)
         found = Observed()
         for name, dtype, tensor in zip(names.names, names.dtypes, tensors, strict=True):
-            found.add("output", name, _array(tensor), dtype)
+            found.add("output", name, copied_value(tensor), dtype)
         return found, names.layers
 
     def _outputs_in_run(self, model: Any, batch: Batch, names: OutputNames) -> Any:
@@ -361,13 +361,3 @@ class _Recorder(keras.callbacks.Callback):
         self._records[self._epoch, batch] = self._training._observed(dict(logs or {}))
         if len(self._records) == self._steps:
             model.stop_training = True
-
-
-def _array(tensor: Any) -> np.ndarray:
-    if isinstance(tensor, np.ndarray):
-        return in_numpy_dtype(tensor)
-    tensor = keras.ops.convert_to_tensor(tensor)
-    name = keras.backend.standardize_dtype(tensor.dtype)
-    if name == "bfloat16":
-        tensor = keras.ops.cast(tensor, "float32")
-    return np.asarray(keras.ops.convert_to_numpy(tensor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,6 @@ from keras_strategies.verification.comparison import (
     Precision,
     differing,
     disturbed,
-    dtype_policies,
     few,
     gaps,
     relative_gap,
@@ -171,6 +171,7 @@ class _Verification:
         taken = {"on one device": self.alone.steps_taken}
         taken["under the strategy"] = self.own.steps_taken
         taken["in experiments"] = sum(each.steps_taken for each in self.experiments)
+        backend = keras.backend.backend()
         return VerificationReport(
             repr(self.strategy).strip("<>"),
             "Keras without a strategy"
@@ -185,7 +186,7 @@ class _Verification:
             taken,
             self.script.seed,
             self.checksums,
-            versions(),
+            versions({backend: importlib.import_module(backend).__version__}),
         )
 
     def _differences(self) -> Iterator[Difference]:
@@ -218,12 +219,12 @@ class _Verification:
             i = next(i for i, v in enumerate(trained[0]) if v != trained[1][i])
             texts = (f"trainable={each[i]}" for each in trained)
             return _difference("setting", alone.model.variables[i].path, *texts)
-        policies = [list(dtype_policies(t.model).items()) for t in (alone, own)]
-        for (name, policy), (_, found) in zip(*policies, strict=False):
-            if policy != found:
+        layers = map(sublayers, (alone.model, own.model))
+        for layer, found in zip(*layers, strict=False):
+            policies = layer.dtype_policy.name, found.dtype_policy.name
+            if policies[0] != policies[1]:
                 self._found("autocast_lost")
-                layer = name.partition(" ")[2]
-                return _difference("dtype policy", layer, policy, found)
+                return _difference("dtype policy", layer.name, *policies)
         return self._of_settings()
 
     def _of_settings(self) -> Difference | None:
@@ -238,7 +239,8 @@ class _Verification:
         return None
 
     def _of_data(self) -> Difference | None:
-        for name, training in (("one device", self.alone), ("strategy", self.own)):
+        trainings = (self.alone, self.own)
+        for name, training in zip(("one device", "strategy"), trainings, strict=True):
             digest = checksum(
                 np.array([b.leaf_checksums() for b in training.batches[:1]])
             )
@@ -247,16 +249,13 @@ class _Verification:
             self.alone.batches,
             self.own.batches,
             self.replicas,
-            lambda is_own: self._readable(is_own).batches_again(_MOST_BATCHES),
+            lambda is_own: trainings[is_own].batches_again(_MOST_BATCHES),
         )
         if problem is None:
             return None
         step, text, cause = problem
         self._found(cause)
         return Difference(step, "batch", "data", float("inf"), None, "", text)
-
-    def _readable(self, is_own: bool) -> Training:
-        return self.own if is_own else self.alone
 
     def _experiment(
         self, strategy: Any, state: Observed | None = None, keeps: bool = True

@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError, ReplicaError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.runtime.state.model_values import in_numpy_dtype
+from keras_strategies.runtime.state.model_values import copied_value
 from keras_strategies.verification.comparison import relative_gap
 from keras_strategies.verification.copies import differing_copies
 from keras_strategies.verification.layer_outputs import observed_layers
@@ -166,7 +166,8 @@ class Verify(keras.callbacks.Callback):
 
         tolerance = _TOLERANCE.get(layer.compute_dtype, _OF_HALVES)
         for output in strategy.run(call, args=(same,)):
-            one, *others = _arrays(strategy, output)
+            copies = strategy.experimental_local_results(output)
+            one, *others = map(copied_value, copies)
             for i, other in enumerate(others, 1):
                 gap = relative_gap(one, other, 0.0)
                 if gap > tolerance:
@@ -187,8 +188,3 @@ def _input_of(layer: Any) -> tuple[tuple[int | None, ...], str] | None:
     if not isinstance(tensor, keras.KerasTensor) or not tensor.shape:
         return None
     return tuple(tensor.shape), tensor.dtype
-
-
-def _arrays(strategy: Any, value: Any) -> list[np.ndarray]:
-    values = strategy.experimental_local_results(value)
-    return [in_numpy_dtype(keras.ops.convert_to_numpy(each)) for each in values]

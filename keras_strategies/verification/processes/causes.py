@@ -51,17 +51,9 @@ ADVICE = {
         "It is that of one process. Reduce or gather it over all; call the wrapped "
         "model, not the module in it."
     ),
-    "per_replica_function": (
-        "A function that is no sum over rows (a norm, a clip, negatives of a batch) is "
-        "computed of each process's rows. Compute it after the sums over processes."
-    ),
     "variable_left_out": (
         "The variable gets no gradient, or no update. Pass all parameters to the "
         "optimizer, and call all modules."
-    ),
-    "learning_rate_scaled": (
-        "The learning rate or its schedule depends on the number of processes. Scale "
-        "it with the global batch size, or not at all."
     ),
     "copies_differ": (
         "Processes have different values of a variable. Broadcast the weights of one "

@@ -52,7 +52,8 @@ class TorchRecorder(Recorder):
 
         self._torch, self._disturbance = torch, disturbance
         self.record.versions = {"torch": str(torch.__version__)}
-        self._open: list[tuple[Any, int, bytes, int]] = []
+        # Modules that are called, with the state of the generator before.
+        self._open: list[tuple[Any, bytes, int]] = []
         self._call = Call()
         self._models: list[Any] = []
         self._drawn = 0
@@ -98,48 +99,37 @@ class TorchRecorder(Recorder):
             if module not in self._models and _has_parameters(module):
                 self._models.append(module)
                 self._begins(module)
-        state = self._random_state()
-        self._open.append((module, len(self._call.outputs), state, self._drawn))
+        self._open.append((module, self._random_state(), self._drawn))
 
     def _after_call(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         while self._open and self._open[-1][0] is not module:  # Those that raised.
             self._open.pop()
         if not self._open:
             return
-        _, _, state, drawn = self._open.pop()
+        _, state, drawn = self._open.pop()
         inputs = _tensors(self._torch, (args, kwargs))
         outermost = self._open[0][0] if self._open else module
         if not _has_parameters(outermost) and self._models:
             return  # A loss or a metric.
+        name = self._name(outermost, module)
         if state != self._random_state() and drawn == self._drawn:
             self._drawn += 1
-            self.record.random[self._name(outermost, module)] = True
+            self.record.random[name] = True
         if not self._is_step():
             if not self._open:
                 self.record.evaluated += self._rows(inputs)
             return
-        count = sum(self._name(outermost, module) == _base(n) for n in self._outputs)
-        name = self._name(outermost, module)
+        call = self._call
+        count = sum(_base(each) == name for each in call.outputs)
         name = name if not count else f"{name} call {count + 1}"
         for i, each in enumerate(_tensors(self._torch, output)):
             if each.ndim:
-                self._outputs[name if not i else f"{name}[{i}]"] = self.array(each)
+                call.outputs[name if not i else f"{name}[{i}]"] = self.array(each)
         if not self._open:
-            self._end_call(inputs)
-
-    @property
-    def _outputs(self) -> dict[str, np.ndarray]:
-        return self._call.outputs
-
-    def _end_call(self, inputs: list[Any]) -> None:
-        call = self._call
-        call.rows = self._rows(inputs)
-        call.outputs = {
-            name: each
-            for name, each in call.outputs.items()
-            if len(each) == len(call.rows)
-        }
-        self.current.calls.append(call)
+            call.rows = self._rows(inputs)
+            count = len(call.rows)
+            call.outputs = {n: o for n, o in call.outputs.items() if len(o) == count}
+            self.current.calls.append(call)
 
     def _rows(self, inputs: list[Any]) -> list[int]:
         return row_checksums([self.array(each) for each in inputs])
@@ -236,15 +226,20 @@ class TorchRecorder(Recorder):
             self.record.masks.append(checked if input.numel() >= 32 else 0)
         return input
 
-    def _attention(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = list(args)
-        p = given[4] if len(given) > 4 else kwargs.get("dropout_p", 0.0)
-        if p:
-            query = args[0] if args else kwargs["query"]
-            self._torch.nn.functional.dropout(query, p)  # The one that is recorded.
-            given[4:5] = [0.0] if len(given) > 4 else []
-            kwargs = {**kwargs, "dropout_p": 0.0} if len(given) <= 4 else kwargs
-        return original(*given, **kwargs)
+    def _attention(
+        self,
+        original: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if dropout_p:  # The one that is recorded.
+            self._torch.nn.functional.dropout(query, dropout_p)
+        return original(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     def _save(self, original: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         for path, each in _leaves(self._torch, obj, ""):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import operator
 import os
-import platform
 import random
 import sys
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from keras_strategies.verification.processes.records import (
     Recorder,
     recorded,
 )
-from keras_strategies.verification.report import VerificationReport
+from keras_strategies.verification.report import VerificationReport, versions
 
 _TOLERANCE = 2e-5
 _DISTURBANCE = 1e-7
@@ -242,17 +241,9 @@ class _Verification:
             {"on one device": len(alone.steps), "in all runs": self.taken},
             self.options.seed,
             sums,
-            {
-                "python": platform.python_version(),
-                "keras": keras.__version__,
-                **rank.versions,
-                _PACKAGE: sys.modules[_PACKAGE].__version__,
-            },
+            versions(rank.versions),
             ADVICE.get(cause, ""),
         )
-
-
-_PACKAGE = __name__.partition(".")[0]
 
 
 def _of_masks(runs: Runs) -> list[Found]:
