@@ -27,13 +27,23 @@ def check_arguments(build: Any, strategy: Any, steps: Any, tolerance: Any) -> No
             "others train with values that other workers have not updated yet. "
             f"Received: {strategy!r}. Pass `max_staleness=0` to the strategy."
         )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    check_int("steps", "verify", steps, 1)
+    check_tolerance("verify", tolerance)
+
+
+def check_int(name: str, owner: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidArgumentError(
-            f"`steps` of `verify` must be an int, 1 or more. Received: {steps!r}"
+            f"`{name}` of `{owner}` must be an int, {least} or more. Received: "
+            f"{value!r}"
         )
+
+
+def check_tolerance(owner: str, tolerance: Any) -> None:
     if tolerance is not None and not tolerance > 0:
         raise InvalidArgumentError(
-            f"`tolerance` of `verify` must be above 0, or None. Received: {tolerance!r}"
+            f"`tolerance` of `{owner}` must be above 0, or None. Received: "
+            f"{tolerance!r}"
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from keras_strategies.errors import InvalidArgumentError, ReplicaError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.runtime.state.model_values import copied_value
+from keras_strategies.verification.arguments import check_int
 from keras_strategies.verification.comparison import relative_gap
 from keras_strategies.verification.copies import differing_copies
 from keras_strategies.verification.layer_outputs import observed_layers
@@ -57,12 +58,8 @@ class Verify(keras.callbacks.Callback):
         time_share: float | None = 0.005,
     ):
         super().__init__()
-        for name, value in (("every", every), ("rows", rows)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidArgumentError(
-                    f"`{name}` of `Verify` must be an int, 1 or more. Received: "
-                    f"{value!r}"
-                )
+        check_int("every", "Verify", every, 1)
+        check_int("rows", "Verify", rows, 1)
         parts = {"share": share, "time_share": 1 if time_share is None else time_share}
         for name, part in parts.items():
             if not 0 < part <= 1:

@@ -20,6 +20,7 @@ from keras_strategies.communication.checksums import checksum
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.processes.launch_function import launch
 from keras_strategies.strategies.device_selection import set_virtual_cpu_devices
+from keras_strategies.verification.arguments import check_int, check_tolerance
 from keras_strategies.verification.processes.causes import ADVICE, Causes
 from keras_strategies.verification.processes.comparison import Found, Runs, differences
 from keras_strategies.verification.processes.records import (
@@ -117,24 +118,16 @@ def _check(
             "`train` of `verify_processes` must be a function without arguments. "
             f"Received: {train!r}"
         )
-    least = {"processes": (processes, 1), "devices": (devices, 1), "steps": (steps, 0)}
-    for name, (value, minimum) in least.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise InvalidArgumentError(
-                f"`{name}` of `verify_processes` must be an int, {minimum} or more. "
-                f"Received: {value!r}"
-            )
+    check_int("processes", "verify_processes", processes, 1)
+    check_int("devices", "verify_processes", devices, 1)
+    check_int("steps", "verify_processes", steps, 0)
     if processes * devices < 2:
         raise InvalidArgumentError(
             "`verify_processes` compares several processes or devices with one. Pass "
             "`processes=2`, or `devices=2` for `keras.distribution` and "
             "`tf.distribute`."
         )
-    if tolerance is not None and not tolerance > 0:
-        raise InvalidArgumentError(
-            "`tolerance` of `verify_processes` must be above 0, or None. "
-            f"Received: {tolerance!r}"
-        )
+    check_tolerance("verify_processes", tolerance)
 
 
 @dataclass
