@@ -22,7 +22,7 @@ ifeq ($(filter pinned newest,$(RELEASES)),)
 $(error RELEASES is "$(RELEASES)"; expected pinned or newest)
 endif
 
-.PHONY: help env demo test check test-full lint field format bench notebooks docs clean
+.PHONY: help env demo test check test-full lint format bench notebooks docs clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -61,10 +61,6 @@ lint: $(stamp) ## Check style and types
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy
-
-field: $(stamp) ## Run the field suite, nightly part included, and print its table
-	$(bin)/python tests/run.py --nightly tests/field; status=$$?; \
-	    $(bin)/python -m tests.field.table; exit $$status
 
 format: $(stamp) ## Format the code and mend what ruff can
 	$(bin)/ruff check --fix .

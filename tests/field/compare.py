@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -20,9 +15,7 @@ from harness.data import Data
 from harness.training import SGD_TOLERANCE
 
 import keras_strategies as ks
-from keras_strategies.rows.row_proofs import RowProofs
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Relative to the largest magnitude of each weight, with the seed 0.
 DISTURBANCE = 1e-7
 #: A difference of this many disturbances is rounding.
@@ -42,7 +35,6 @@ class FieldCase:
         data: makes the data from a number of rows.
         rows, batch, epochs: by default the last batch is uneven.
         tolerance: relative to the largest magnitude of each weight.
-        small: bool, whether the case belongs to the part that is not nightly.
         refused_by: backends on which Keras 3.15 cannot train this on one device, and
             the error that it raises there.
     """
@@ -55,7 +47,6 @@ class FieldCase:
     batch: int = 4
     epochs: int = 2
     tolerance: float = SGD_TOLERANCE
-    small: bool = False
     refused_by: dict[str, type[Exception]] = field(default_factory=dict)
 
 
@@ -66,35 +57,18 @@ class Measured:
     Some of the fields:
         moved: change of the weights by the training on one device.
         disturbed: difference to the disturbed run on one device.
-        weights, loss: difference to two replicas; None if these raised.
-        unsplit: number of warnings that a call was not split.
-        calls, split: layers that are called, and those of them that are split by rows;
-            zero where the backend proves nothing.
-        unnamed: layers that are not split, if there is no warning.
-        seconds_alone, seconds: of the first run on one device and on two replicas.
+        weights, loss: difference to the strategy.
     """
 
-    name: str
-    backend: str
-    options: str
     tolerance: float
     moved: float
     disturbed: float
     disturbed_loss: float
-    weights: float | None
-    loss: float | None
-    unsplit: int
-    calls: int
-    split: int
-    unnamed: tuple[str, ...]
-    seconds_alone: float
-    seconds: float
-    error: str = ""
+    weights: float
+    loss: float
 
     @property
     def verdict(self) -> str:
-        if self.weights is None or self.loss is None:
-            return self.error
         if self.disturbed > CHAOS or self.moved < ROUNDING * self.limit:
             return "says nothing"
         if self.weights > self.limit or self.loss > self.loss_limit:
@@ -119,7 +93,6 @@ class Alone:
     loss: dict[str, np.ndarray]
     disturbed: float
     disturbed_loss: float
-    seconds: float
 
 
 _alone: dict[str, Alone] = {}
@@ -127,7 +100,6 @@ _alone: dict[str, Alone] = {}
 
 def _train_alone(case: FieldCase) -> Alone:
     """The case on one device, trained twice."""
-    start = time.perf_counter()
     keras.utils.set_random_seed(7)
     model = case.build()
     model.optimizer.build(model.trainable_variables)
@@ -136,7 +108,6 @@ def _train_alone(case: FieldCase) -> Alone:
     before = [(v, array(v)) for v in state]
     initial = floats(weights(model))
     found, loss = fit(case, model)
-    seconds = time.perf_counter() - start
     for variable, value in before:
         variable.assign(value)
     for layer in model._flatten_layers():
@@ -151,69 +122,26 @@ def _train_alone(case: FieldCase) -> Alone:
         loss=loss,
         disturbed=largest_difference(found, disturbed),
         disturbed_loss=largest_difference(loss, disturbed_loss),
-        seconds=seconds,
     )
 
 
-def measure(
-    case: FieldCase, make_strategy: Callable[[], Any], options: str
-) -> tuple[Measured, Exception | None]:
-    """Compares a strategy with one device; what it raised comes second."""
+def measure(case: FieldCase, make_strategy: Callable[[], Any]) -> Measured:
+    """Compares a strategy with one device."""
     if case.name not in _alone:
         _alone[case.name] = _train_alone(case)
     expected = _alone[case.name]
-    found: Any = None
-    error: Exception | None = None
-    start = time.perf_counter()
-    with warnings.catch_warnings(record=True) as said, recorded_proofs() as proved:
-        warnings.simplefilter("always")
-        try:
-            found = _fit_under(make_strategy, case)
-        except Exception as raised:  # The table shows it and the test raises it.
-            error = raised
-    measured = Measured(
-        name=case.name,
-        backend=keras.backend.backend(),
-        options=options,
+    with warnings.catch_warnings():
+        # Layers that are left unsplit are named.
+        warnings.simplefilter("ignore")
+        found, loss = _fit_under(make_strategy, case)
+    return Measured(
         tolerance=case.tolerance,
         moved=expected.moved,
         disturbed=expected.disturbed,
         disturbed_loss=expected.disturbed_loss,
-        weights=None if error else largest_difference(expected.weights, found[0]),
-        loss=None if error else largest_difference(expected.loss, found[1]),
-        unsplit=sum("split by rows" in str(warning.message) for warning in said),
-        calls=len(proved),
-        split=sum(proved.values()),
-        unnamed=tuple(
-            name
-            for name, is_split in proved.items()
-            if not is_split and not any("split by rows" in str(w.message) for w in said)
-        ),
-        seconds_alone=expected.seconds,
-        seconds=time.perf_counter() - start,
-        error=f"{type(error).__name__}: {_first_line(error)}" if error else "",
+        weights=largest_difference(expected.weights, found),
+        loss=largest_difference(expected.loss, loss),
     )
-    return measured, error
-
-
-@contextlib.contextmanager
-def recorded_proofs() -> Iterator[dict[str, bool]]:
-    """Whether all calls of layers are split by rows, by the names of the layers."""
-    found: dict[str, bool] = {}
-    original = RowProofs.of
-
-    def of(self: Any, call: Any, *args: Any) -> Any:
-        proof, is_new = original(self, call, *args)
-        if isinstance(call.layer, keras.layers.Layer):
-            name = call.layer.name
-            found[name] = found.get(name, True) and proof.problem is None
-        return proof, is_new
-
-    RowProofs.of = of  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        RowProofs.of = original  # type: ignore[method-assign]
 
 
 def _fit_under(make_strategy: Callable[[], Any] | None, case: FieldCase) -> Any:
@@ -223,10 +151,6 @@ def _fit_under(make_strategy: Callable[[], Any] | None, case: FieldCase) -> Any:
     with make_strategy().scope():
         model = case.build()
     return fit(case, model)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:160]
 
 
 def fit(case: FieldCase, model: keras.Model) -> tuple[dict[str, np.ndarray], Any]:
@@ -279,40 +203,17 @@ def mirrored() -> Any:
     return ks.MirroredStrategy(["cpu:0", "cpu:1"], random_numbers="keras")
 
 
-# --- The table ----------------------------------------------------------------
-
-
-def results_folder() -> Path:
-    return Path(os.environ.get("KS_FIELD_RESULTS") or ROOT / ".test-logs" / "field")
-
-
-def record(measured: Measured) -> None:
-    """Appends a line to the backend's results."""
-    folder = results_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{measured.backend}.jsonl").open("a") as file:
-        line = {**asdict(measured), "verdict": measured.verdict}
-        file.write(json.dumps(line) + "\n")
-
-
-def parameters(cases: list[FieldCase]) -> list[Any]:
-    """Cases for `pytest`; all but the small ones are nightly."""
-    marks = {True: [], False: [pytest.mark.nightly]}
-    return [pytest.param(c, id=c.name, marks=marks[c.small]) for c in cases]
-
-
-def assert_trains_as_one_device(case: FieldCase) -> None:
+def assert_trains_as_one_device(
+    case: FieldCase, make_strategy: Callable[[], Any] = mirrored
+) -> None:
     refused_by = case.refused_by.get(keras.backend.backend())
     if refused_by is not None:
         # What Keras refuses on one device, it refuses under a strategy.
-        for make in (None, mirrored):
+        for make in (None, make_strategy):
             with warnings.catch_warnings(), pytest.raises(refused_by):
                 # A layer that is left unsplit is named before Keras refuses it.
                 warnings.simplefilter("ignore")
                 _fit_under(make, case)
         return
-    measured, error = measure(case, mirrored, "")
-    record(measured)
-    if error is not None:
-        raise error
+    measured = measure(case, make_strategy)
     assert measured.verdict in ("equal", "rounding"), f"{measured.verdict}: {measured}"

@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("keras_hub", reason="keras_hub is not installed")
 
 from field import models
-from field.compare import FieldCase, assert_trains_as_one_device, parameters
+from field.compare import FieldCase, assert_trains_as_one_device
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", parameters(models.CASES))
+@pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
 def test_model_of_keras_hub(case: FieldCase) -> None:
     assert_trains_as_one_device(case)

@@ -339,6 +339,6 @@ CASES = [
     FieldCase("vq_vae", vq_vae, images_twice),
     FieldCase("autoencoder", autoencoder, images_twice, tolerance=ADAM_TOLERANCE),
     FieldCase("denoising", denoiser, images_only),
-    FieldCase("diffusion", lambda: ready(Diffusion()), images_only, small=True),
+    FieldCase("diffusion", lambda: ready(Diffusion()), images_only),
     FieldCase("real_nvp", flow, images_only),
 ]

@@ -201,12 +201,11 @@ def u_net() -> keras.Model:
 
 
 CASES = [
-    FieldCase("switch_transformer", switch_transformer, judged, small=True),
+    FieldCase("switch_transformer", switch_transformer, judged),
     FieldCase(
         "style_gan",
         lambda: ready(HingeGAN(style_critic(), painter())),
         images_only,
-        small=True,
     ),
     FieldCase("captchas", captcha_reader, captchas),
     FieldCase("augmentation", augmented, digits),
