@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from architecture.import_graph import cycles, import_graph
 from architecture.package_source import (
     PACKAGE,
     REPOSITORY,
@@ -259,10 +258,6 @@ def _mark(kinds: dict[int, str], node: ast.stmt, kind: str) -> None:
 
 def measures(source: Source) -> dict[str, Collection[object]]:
     """What is counted of a package, by the name of its measure."""
-    folders = Counter(
-        str(m.path.parent.relative_to(source.root)) for m in source.modules
-    )
-    groups = cycles(import_graph(source))
     return {
         "members of engine interfaces": interface_members(source),
         "required members of an engine": required_members(source),
@@ -278,9 +273,6 @@ def measures(source: Source) -> dict[str, Collection[object]]:
         "files of more than 500 lines of code": [
             m.name for m in source.modules if lines_of(m)["code"] > 500
         ],
-        "folders of more than 12 files": [f for f, n in folders.items() if n > 12],
-        "import cycles": groups,
-        "modules in import cycles": [name for group in groups for name in group],
         "private names outside of compat files": private_names(source),
         "private names of Keras and frameworks": listed_private_names(source),
     }

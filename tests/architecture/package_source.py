@@ -11,8 +11,6 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = "keras_strategies"
-#: Folders of engines, by today's name and the former one.
-ENGINE_FOLDERS = ("engines", "backends")
 #: What methods call their own object.
 OWN = ("self", "cls")
 
@@ -40,8 +38,7 @@ class Module:
     def engine(self) -> str | None:
         """The engine that it is a part of, such as `"jax"`; None outside of engines."""
         parts = self.name.split(".")
-        inside = len(parts) > 2 and parts[0] in ENGINE_FOLDERS
-        return parts[1] if inside else None
+        return parts[1] if len(parts) > 2 and parts[0] == "engines" else None
 
     @cached_property
     def nodes(self) -> list[ast.AST]:

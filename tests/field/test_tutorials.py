@@ -7,14 +7,13 @@ found as a line of JSON.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from harness.processes import output_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.multiprocess]
 
@@ -27,16 +26,10 @@ def run(name: str, folder: Path, *arguments: str, launch: bool = False) -> Any:
     """What the script reports."""
     folder.mkdir(parents=True, exist_ok=True)
     before = TWO_WORKERS if launch else ()
-    process = subprocess.run(
-        [sys.executable, *before, str(TUTORIALS / name), str(folder), *arguments],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert process.returncode == 0, process.stderr + process.stdout
-    lines = [line for line in process.stdout.splitlines() if "RESULT " in line]
-    assert len(lines) == 1, process.stdout
+    command = [sys.executable, *before, str(TUTORIALS / name), str(folder), *arguments]
+    output = output_of(command, timeout=500)
+    lines = [line for line in output.splitlines() if "RESULT " in line]
+    assert len(lines) == 1, output
     return json.loads(lines[0].split("RESULT ", 1)[1])
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -50,6 +50,28 @@ def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         text=True,
         timeout=TIMEOUT,
     )
+
+
+def output_of(
+    command: Sequence[str], folder: Path | None = None, timeout: float = 300.0
+) -> str:
+    """What a command prints, which has to end with exit code 0.
+
+    Args:
+        command: the program and its arguments.
+        folder: where it runs; None for the folder of the tests.
+        timeout: seconds that it may take.
+    """
+    process = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert process.returncode == 0, process.stderr + process.stdout
+    return process.stdout
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

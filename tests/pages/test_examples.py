@@ -7,21 +7,29 @@ in processes of its own as users start it, run each night.
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import keras
 import pytest
-from harness.examples import EXAMPLES, run_example
+from harness.forker import Forker
+from harness.processes import output_of
 from pages.digits import use_few_digits
 
 import keras_strategies as ks
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 pytestmark = pytest.mark.one_backend
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """Runs a script of `examples/` as users start it; returns its output."""
+    return output_of([sys.executable, str(EXAMPLES / name), *arguments])
 
 
 @pytest.mark.one_backend("tensorflow")
@@ -65,35 +73,22 @@ def printed_by(output: str) -> dict[str, tuple[float, float]]:
     return {who: (float(loss), float(accuracy)) for who, loss, accuracy in found}
 
 
-def with_tf_config(script: str, *arguments: str) -> str:
+def with_tf_config(folder: Path, script: str, *arguments: str) -> str:
     """Two workers, as one starts them by hand; returns what they print."""
-    addresses = free_addresses(2)
-    processes = []
-    for index in range(2):
-        task = {"type": "worker", "index": index}
-        config = {"cluster": {"worker": addresses}, "task": task}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, script, *arguments],
-                env={**os.environ, "TF_CONFIG": json.dumps(config)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
-    return "".join(output for output, _ in outputs)
+    logs = [folder / f"worker{i}.log" for i in range(2)]
+    with Forker(imports_strategies=False) as forker:
+        workers = forker.start_workers(logs, script, *arguments)
+        codes = [worker.wait(300)[0] for worker in workers]
+    output = "".join(worker.text() for worker in workers)
+    assert codes == [0, 0], output
+    return output
 
 
 @pytest.mark.nightly
 @pytest.mark.multiprocess
-def test_the_multi_worker_example_prints_the_same_however_it_is_started() -> None:
+def test_the_multi_worker_example_prints_the_same_however_it_is_started(
+    tmp_path: Path,
+) -> None:
     script = str(EXAMPLES / "multi_worker.py")
     arguments = ("--epochs", "2")
     one = run_example("multi_worker.py", *arguments)
@@ -105,9 +100,9 @@ def test_the_multi_worker_example_prints_the_same_however_it_is_started() -> Non
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     torchrun += [f"--master-port={free_addresses(1)[0].split(':')[1]}", script]
     outputs = {
-        "launcher": started(launcher),
-        "torchrun": started([*torchrun, *arguments]),
-        "TF_CONFIG": with_tf_config(script, *arguments),
+        "launcher": output_of(launcher),
+        "torchrun": output_of([*torchrun, *arguments]),
+        "TF_CONFIG": with_tf_config(tmp_path, script, *arguments),
     }
     for how, output in outputs.items():
         # Said by the chief, and by nobody else.
@@ -115,12 +110,6 @@ def test_the_multi_worker_example_prints_the_same_however_it_is_started() -> Non
         assert output.count("Epoch 2/2") == 1, f"{how}: {output}"
         [found] = printed_by(output).values()
         assert found == pytest.approx(expected, rel=1e-3), how
-
-
-def started(command: list[str]) -> str:
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
 
 
 @pytest.mark.nightly
