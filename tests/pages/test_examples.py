@@ -17,7 +17,6 @@ import keras
 import pytest
 from harness.forker import Forker
 from harness.processes import output_of
-from pages.digits import use_few_digits
 
 import keras_strategies as ks
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
@@ -32,9 +31,22 @@ def run_example(name: str, *arguments: str) -> str:
     return output_of([sys.executable, str(EXAMPLES / name), *arguments])
 
 
+def use_few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives a script that trains on scikit-learn's digits their first rows only.
+
+    It may set the number of virtual devices, which is that of the tests already.
+    """
+    import sklearn.datasets
+
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    few = images[:500], labels[:500]
+    monkeypatch.setattr(sklearn.datasets, "load_digits", lambda **options: few)
+    monkeypatch.setattr(ks, "set_virtual_cpu_devices", lambda count: None)
+
+
 @pytest.mark.one_backend("tensorflow")
 def test_demo_trains_as_one_device_does_on_few_rows(monkeypatch, capsys) -> None:
-    use_few_digits(monkeypatch, 500)
+    use_few_digits(monkeypatch)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--backend", keras.backend.backend()])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")

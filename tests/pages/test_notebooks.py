@@ -1,19 +1,16 @@
 """Every notebook runs from top to bottom on the backend under test.
 
-One that chooses its backend itself is run with that one. The first runs here, on few
-rows and in this process; each night all of them run, in kernels of their own.
+One that chooses its backend itself is run with that one. They run at night, in kernels
+of their own.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import keras
 import pytest
-from pages.digits import use_few_digits
 
 pytestmark = pytest.mark.one_backend
 
@@ -29,27 +26,6 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = [
     path for path in sorted(FOLDER.glob("*.ipynb")) if _is_for_this_backend(path)
 ]
-
-
-@pytest.mark.nightly
-def test_the_cells_of_the_first_notebook_run_and_draw(monkeypatch) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    use_few_digits(monkeypatch, 200)
-    drawn = []
-    monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.get_fignums()))
-    cells = json.loads((FOLDER / "01_mirrored_fit.ipynb").read_text())["cells"]
-    names: dict[str, Any] = {}
-    try:
-        for cell in cells:
-            if cell["cell_type"] == "code":
-                exec("".join(cell["source"]), names)
-        assert drawn == [[1], [1, 2]]
-    finally:
-        plt.close("all")
 
 
 @pytest.mark.nightly
