@@ -211,6 +211,7 @@ class Span:
 
 
 METHOD, DATA, SAVE = map(Span, (ring.METHOD, ring.DATA, ring.SAVE))
+_STEP = Span(STEP)
 
 
 def recorded_step(function: Callable[..., T]) -> Callable[..., T]:
@@ -218,14 +219,8 @@ def recorded_step(function: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(function, updated=())
     def recorded(*args: Any) -> T:
-        found = _recorder
-        if found is None:
+        with _STEP:
             return function(*args)
-        found.begin(STEP)
-        try:
-            return function(*args)
-        finally:
-            found.end()
 
     return recorded
 
