@@ -158,8 +158,8 @@ class Verify(keras.callbacks.Callback):
             lambda context: keras.ops.convert_to_tensor(x, dtype)
         )
 
-        def call(rows: Any) -> list[Any]:
-            return keras.tree.flatten(layer(rows, training=False))  # type: ignore[no-any-return]
+        def call(rows: Any) -> Any:
+            return keras.tree.flatten(layer(rows, training=False))
 
         tolerance = _TOLERANCE.get(layer.compute_dtype, _OF_HALVES)
         for output in strategy.run(call, args=(same,)):
