@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -13,14 +12,8 @@ import keras
 from keras_strategies.keras_compat.models.layers import own_layers
 from keras_strategies.rows.row_tensors import RowTensor
 
-
-@dataclass
-class OutputNames:
-    """Names, dtypes and layers of the outputs, written when the model is traced."""
-
-    names: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    layers: list[Any] = field(default_factory=list)
+#: Name, dtype and layer of each output, written when the model of outputs is traced.
+Outputs = list[tuple[str, str, Any]]
 
 
 class _Calls(threading.local):
@@ -29,8 +22,8 @@ class _Calls(threading.local):
 
 # Not held by a layer, whose objects may not change in a call that is split.
 _calls = _Calls()
-#: The names of the outputs of each model of outputs.
-_names: weakref.WeakKeyDictionary[Any, OutputNames] = weakref.WeakKeyDictionary()
+#: The outputs of each model of outputs.
+_described: weakref.WeakKeyDictionary[Any, Outputs] = weakref.WeakKeyDictionary()
 
 
 def observed_layers(layer: Any) -> list[Any]:
@@ -50,7 +43,7 @@ def observed_layers(layer: Any) -> list[Any]:
     return list({id(each): each for each in found}.values())
 
 
-def model_of_outputs(model: Any, training: bool) -> tuple[keras.Model, OutputNames]:
+def model_of_outputs(model: Any, training: bool) -> tuple[keras.Model, Outputs]:
     """A model with the outputs of all layers of another as its outputs.
 
     As they are outputs of one layer call, every strategy splits, gathers and compiles
@@ -62,12 +55,12 @@ def model_of_outputs(model: Any, training: bool) -> tuple[keras.Model, OutputNam
         training: bool, as for its call.
 
     Returns:
-        The model, of which a call returns a list of tensors, and their names.
+        The model, of which a call returns a list of tensors, and what they are.
     """
     for layer in observed_layers(model):
         _observe(layer)
 
-    class Outputs(keras.Model):
+    class OfOutputs(keras.Model):
         def __init__(self) -> None:
             super().__init__()
             self.inner = model
@@ -79,12 +72,14 @@ def model_of_outputs(model: Any, training: bool) -> tuple[keras.Model, OutputNam
                 found = [*_calls.found, (model, last)]
             finally:
                 _calls.found = None
-            return _flat([each for each in found if _is_of(each, x)], _names[self])
+            own = [each for each in found if _is_of(each, x)]
+            return _flat(own, _described[self])
 
-    outputs = Outputs()
+    outputs = OfOutputs()
     outputs.built = True
-    names = _names[outputs] = OutputNames()
-    return outputs, names
+    described: Outputs = []
+    _described[outputs] = described
+    return outputs, described
 
 
 def _observe(layer: Any) -> None:
@@ -107,18 +102,18 @@ def _is_of(found: tuple[Any, Any], x: Any) -> bool:
     return kinds[0] == kinds[1]
 
 
-def _flat(found: list[tuple[Any, Any]], names: OutputNames) -> list[Any]:
-    own, tensors = OutputNames(), []
+def _flat(found: list[tuple[Any, Any]], described: Outputs) -> list[Any]:
+    own: Outputs = []
+    tensors = []
     for layer, result in found:
         for i, tensor in enumerate(keras.tree.flatten(result)):
             if tensor is None or not len(tensor.shape):
                 continue
             name = layer.name if i == 0 else f"{layer.name}[{i}]"
-            count = sum(each.partition(" call ")[0] == name for each in own.names)
-            own.names.append(name if not count else f"{name} call {count + 1}")
-            own.dtypes.append(keras.backend.standardize_dtype(tensor.dtype))
-            own.layers.append(layer)
+            count = sum(each[0].partition(" call ")[0] == name for each in own)
+            name = name if not count else f"{name} call {count + 1}"
+            dtype = keras.backend.standardize_dtype(tensor.dtype)
+            own.append((name, dtype, layer))
             tensors.append(tensor)
-    names.names[:], names.dtypes[:] = own.names, own.dtypes
-    names.layers[:] = own.layers
+    described[:] = own  # Threads of replicas write the same.
     return tensors

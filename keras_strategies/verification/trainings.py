@@ -23,7 +23,7 @@ from keras_strategies.runtime.state.model_values import copied_value
 from keras_strategies.training.resume.resume_callback import Resume
 from keras_strategies.values import PerReplica
 from keras_strategies.verification.batches import Batch, fit_arguments, read_batches
-from keras_strategies.verification.layer_outputs import OutputNames, model_of_outputs
+from keras_strategies.verification.layer_outputs import model_of_outputs
 
 Step = Callable[[Any, Any, Any], Any]
 _SERVER_RATE = 2.0**10
@@ -315,19 +315,19 @@ class Training:
         """
         self.fresh_seed()
         with self.strategy.scope():
-            model, names = model_of_outputs(self.model, training)
+            model, described = model_of_outputs(self.model, training)
             if self.script.step is None:
                 model.compile()
         if self.script.step is None:
             tensors = model.predict_on_batch(batch.parts[0])
         else:
-            tensors = self._outputs_in_run(model, batch, names)
+            tensors = self._outputs_in_run(model, batch)
         found = Observed()
-        for name, dtype, tensor in zip(names.names, names.dtypes, tensors, strict=True):
+        for (name, dtype, _), tensor in zip(described, tensors, strict=True):
             found.add("output", name, copied_value(tensor), dtype)
-        return found, names.layers
+        return found, [layer for _, _, layer in described]
 
-    def _outputs_in_run(self, model: Any, batch: Batch, names: OutputNames) -> Any:
+    def _outputs_in_run(self, model: Any, batch: Batch) -> Any:
         [inputs] = self._distributed([Batch(batch.parts[:1])])
         with self.strategy.scope():
             outputs = self.strategy.run(model, args=(inputs,))
