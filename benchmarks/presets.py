@@ -229,9 +229,7 @@ def time_loads(folder: Path, rounds: int) -> None:
     print(json.dumps({name: found[1:] for name, found in times.items()}))
 
 
-def clocks_of_load(
-    scope: Callable[[], Any], folder: Path
-) -> list[tuple[float, float]]:
+def clocks_of_load(scope: Callable[[], Any], folder: Path) -> list[tuple[float, float]]:
     """Clocks at the begin of a load, at the first value that is read, at its end.
 
     Each has the seconds of the wall and of the processor.
