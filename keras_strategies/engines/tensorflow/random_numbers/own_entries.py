@@ -5,8 +5,8 @@ a tensor follows from the counter plus the number of blocks before it. Own entri
 therefore cost what a draw of as many costs, and are bit for bit those of the tensor of
 all rows. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
 
-Operations that take a seed in place of a counter draw for all rows, and the rows of the
-replica are taken.
+Operations that take a seed in place of a counter, and those that draw numbers until one
+is accepted, draw for all rows, and the rows of the replica are taken.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from keras_strategies.runtime.random_numbers.row_draws import OwnRows
 Draw = Callable[..., Any]
 Arguments = Mapping[str, Any]
 
-#: Blocks for each entry that is drawn until it is accepted, as all of its kernels skip.
-_RESERVED = 256
 _PHILOX, _AUTO_SELECT = 1, 3
 _SEED = "StatelessRandomGetKeyCounter"
 
@@ -91,13 +89,13 @@ def rows_of_length(rows: OwnRows, length: Any) -> OwnRows:
 
 
 def _by_counter(
-    reserved: int = 0, is_other_in_xla: bool = False
+    is_other_in_xla: bool = False,
 ) -> Callable[[Draw, Arguments, OwnRows], Any]:
     """Own entries of an operation with a key and a counter.
 
+    A block gives 4 entries of up to 32 bits, or 2 of 64.
+
     Args:
-        reserved: int, blocks for each entry; 0 if a block gives 4 entries of up to 32
-            bits, or 2 of 64.
         is_other_in_xla: bool, whether entries follow from the counter in another way in
             programs of XLA.
     """
@@ -111,8 +109,7 @@ def _by_counter(
         with _scalars():
             first, size = rows.before * width, rows.own * width
             block, skipped = first // entries, first % entries
-            counts = block * (reserved * entries // 4) if reserved else block
-            counter = _advanced(given["counter"], counts)
+            counter = _advanced(given["counter"], block)
         is_at_block = isinstance(width, int) and not width % entries
         if is_at_block or (isinstance(skipped, int) and not skipped):
             return draw(**{**given, "counter": counter})
@@ -121,19 +118,6 @@ def _by_counter(
         return tf.reshape(tf.slice(draw(**given), [skipped], [size]), shape)
 
     return own
-
-
-def _gamma(draw: Draw, given: Arguments, rows: OwnRows) -> Any:
-    """`StatelessRandomGammaV3`: entries of an alpha follow each other."""
-    rank = given["alpha"].shape.rank
-    is_by_entry = rank == 0 or rank == _rank(given["shape"])
-    if not (is_by_entry and _is_philox(given)):
-        is_of_rows = rank == _rank(given["shape"])
-        return _of_all_rows({"alpha": 1.0} if is_of_rows else {})(draw, given, rows)
-    with _scalars():
-        first = rows.before * _entries_of_row(given["shape"])
-        counter = _advanced(given["counter"], first * _RESERVED)
-    return draw(**{**given, "counter": counter})
 
 
 def _advanced(counter: Any, count: Any) -> Any:
@@ -251,9 +235,9 @@ def _with_length(shape: Any, length: Any) -> Any:
 _OWN_ENTRIES: dict[str, Callable[[Draw, Arguments, OwnRows], Any]] = {
     "stateless_random_uniform_v2": _by_counter(),
     "stateless_random_normal_v2": _by_counter(is_other_in_xla=True),
-    "stateless_truncated_normal_v2": _by_counter(_RESERVED, is_other_in_xla=True),
+    "stateless_truncated_normal_v2": _of_all_rows({}),
     "stateless_random_uniform_int_v2": _by_counter(),
-    "stateless_random_gamma_v3": _gamma,
+    "stateless_random_gamma_v3": _of_all_rows({"alpha": 1.0}),
     "stateless_random_binomial": _of_all_rows({"counts": 0.0, "probs": 0.0}),
     "stateless_multinomial": _choices,
 }
