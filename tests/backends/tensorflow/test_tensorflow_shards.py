@@ -32,11 +32,9 @@ CHANGES = {
     "assign": lambda v: v.assign(v * 2),
     "assign_add": lambda v: v.assign_add(v),
     "assign_sub": lambda v: v.assign_sub(v + 1, read_value=False),
-    "slice": lambda v: v[1:3, 2].assign([5.0, 6.0]),
     "scatter_add": lambda v: v.scatter_add(ROWS),
     "scatter_update": lambda v: v.scatter_update(ROWS),
     "scatter_max": lambda v: v.scatter_max(ROWS),
-    "scatter_nd_add": lambda v: v.scatter_nd_add([[0, 0], [7, 1]], [9.0, 8.0]),
 }
 
 
@@ -48,6 +46,14 @@ def test_an_assignment_is_that_of_one_variable(table, change, wrap) -> None:
         wrap(lambda v=each: (CHANGES[change](v), None)[1])()
     np.testing.assert_array_equal(table.numpy(), plain.numpy())
     np.testing.assert_array_equal(table.sparse_read([3]), plain.sparse_read([3]))
+
+
+def test_slices_and_entries_are_not_assigned(table) -> None:
+    with pytest.raises(ks.errors.ContextError, match="Assign a value of its shape"):
+        table[1:3, 2].assign([5.0, 6.0])
+    with pytest.raises(ks.errors.ContextError, match="is in shards"):
+        table.scatter_nd_add([[0, 0], [7, 1]], [9.0, 8.0])
+    np.testing.assert_array_equal(table.numpy(), START)
 
 
 def test_a_read_follows_the_assignment_in_a_branch(table) -> None:

@@ -127,29 +127,15 @@ class VariableWithoutValue(  # type: ignore[misc]
             aggregation=like.aggregation,
         )
 
+    #: Methods of variables that assign single entries by the handle.
+    entry_methods = (
+        "_strided_slice_assign",
+        "batch_scatter_update",
+        *(f"scatter_nd_{name}" for name in ("add", "sub", "min", "max", "update")),
+    )
+
     def is_initialized(self, name: str | None = None) -> Any:
         return tf.constant(True)
-
-    def assign_slice(self, slice_of: dict[str, Any], value: Any) -> Any:
-        """Called by `variable[begin:end].assign(value)`.
-
-        Args:
-            slice_of: arguments of `tf.raw_ops.TensorStridedSliceUpdate`.
-            value: the new values.
-        """
-        raise NotImplementedError
-
-    def _strided_slice_assign(
-        self,
-        begin: Any,
-        end: Any,
-        strides: Any,
-        value: Any,
-        name: str | None,
-        **masks: int,
-    ) -> Any:
-        slice_of = {"begin": begin, "end": end, "strides": strides}
-        return self.assign_slice({**slice_of, **masks}, value)
 
 
 class WithAssignments:

@@ -45,6 +45,7 @@ from keras_strategies.engines.tensorflow.replicas.replica_reads import (
     unrecorded_on,
 )
 from keras_strategies.engines.tensorflow.sharding.shard_grid import ShardGrid
+from keras_strategies.errors import ContextError
 
 #: A context in which variables are created on a device.
 Creating = Callable[[str], contextlib.AbstractContextManager[Any]]
@@ -188,40 +189,7 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         assert _updating.shard is not None
         return self.shards[_updating.shard]
 
-    # Assignments.
-
-    def assign(
-        self,
-        value: Any,
-        use_locking: bool | None = None,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
-        return self._assign_each("assign", value, read_value)
-
-    def assign_add(
-        self,
-        delta: Any,
-        use_locking: bool | None = None,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
-        return self._assign_each("assign_add", delta, read_value)
-
-    def assign_sub(
-        self,
-        delta: Any,
-        use_locking: bool | None = None,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
-        return self._assign_each("assign_sub", delta, read_value)
-
-    def assign_slice(self, slice_of: dict[str, Any], value: Any) -> Any:
-        new = tf.raw_ops.TensorStridedSliceUpdate(
-            input=self.read_value(), value=value, **slice_of
-        )
-        return self.assign(new)
+    # Assignments; those of slices and single entries are refused.
 
     def assign_array(self, value: Any) -> None:
         """Assigns an array of the same shape, one shard after the other."""
@@ -307,6 +275,20 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         return self.assign(value, read_value=False)
 
 
+def _assign_method(name: str) -> Callable[..., Any]:
+    def method(
+        self: VariableInShards,
+        value: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        return self._assign_each(method.__name__, value, read_value)
+
+    method.__name__ = name
+    return method
+
+
 def _scatter_method(name: str) -> Callable[..., Any]:
     def method(
         self: VariableInShards,
@@ -320,22 +302,20 @@ def _scatter_method(name: str) -> Callable[..., Any]:
     return method
 
 
-def _scatter_nd_method(name: str) -> Callable[..., Any]:
-    def method(
-        self: VariableInShards, indices: Any, updates: Any, name: str | None = None
-    ) -> Any:
-        of_tensor = getattr(tf, f"tensor_{method.__name__}")
-        return self.assign(of_tensor(self.read_value(), indices, updates))
-
-    method.__name__ = name
-    return method
+def _refused(self: VariableInShards, *args: Any, **kwargs: Any) -> Any:
+    raise ContextError(
+        f"Slices and entries of variable {self.name!r} cannot be assigned, since it is "
+        "in shards. Assign a value of its shape, such as one of "
+        "`tf.tensor_scatter_nd_update`."
+    )
 
 
+for _name in ("assign", "assign_add", "assign_sub"):
+    setattr(VariableInShards, _name, _assign_method(_name))
 for _name in ("add", "sub", "mul", "div", "min", "max", "update"):
     setattr(VariableInShards, f"scatter_{_name}", _scatter_method(f"scatter_{_name}"))
-for _name in ("add", "sub", "min", "max", "update"):
-    _full = f"scatter_nd_{_name}"
-    setattr(VariableInShards, _full, _scatter_nd_method(_full))
+for _name in VariableInShards.entry_methods:
+    setattr(VariableInShards, _name, _refused)
 
 
 def _made_shard(
