@@ -26,7 +26,7 @@ import contextvars
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -87,6 +87,7 @@ class ReplicaEngine:
     """
 
     def __init__(self, devices: Sequence[Device]):
+        _suppress_messages()
         self._devices = tuple(devices)
         self._strategies: dict[int, tf.distribute.Strategy] = {}
 
@@ -123,13 +124,12 @@ class ReplicaEngine:
 
     def _strategy(self, count: int) -> tf.distribute.Strategy:
         if count not in self._strategies:
-            with _quiet():
-                # After an exception in a replica, CPU collectives would remain
-                # aborted; this reduction does not use them.
-                self._strategies[count] = _Replicas(
-                    [tf_device(device) for device in self._devices[:count]],
-                    cross_device_ops=tf.distribute.ReductionToOneDevice(),
-                )
+            # After an exception in a replica, CPU collectives would remain aborted;
+            # this reduction does not use them.
+            self._strategies[count] = _Replicas(
+                [tf_device(device) for device in self._devices[:count]],
+                cross_device_ops=tf.distribute.ReductionToOneDevice(),
+            )
         return self._strategies[count]
 
 
@@ -149,16 +149,16 @@ def _end_without_polling() -> None:
         coordinator.request_stop()
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses the line that TensorFlow logs for each of its strategies."""
+def _suppress_messages() -> None:
+    """Suppresses what TensorFlow logs of its strategies, such as how to run them."""
     logger = tf.get_logger()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    if _is_of_others not in logger.filters:
+        logger.addFilter(_is_of_others)
+
+
+def _is_of_others(record: logging.LogRecord) -> bool:
+    text = str(record.msg)
+    return "MirroredStrategy" not in text and "eagerly has significant" not in text
 
 
 class LockstepCollectives(ReplicaCollectives):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -75,17 +74,6 @@ def creating_variables(device: str) -> Iterator[None]:
         yield
 
 
-def _suppress_eager_warning() -> None:
-    """Suppresses TensorFlow's advice to run its strategies in a `tf.function`."""
-    logger = tf.get_logger()
-    if _is_other_message not in logger.filters:
-        logger.addFilter(_is_other_message)
-
-
-def _is_other_message(record: logging.LogRecord) -> bool:
-    return "eagerly has significant overhead" not in str(record.msg)
-
-
 class VariableStorage(ValueStorage):
     """A `tf.Variable` for each replica, on its device.
 
@@ -120,7 +108,6 @@ class TensorFlowRun(ReplicaRun):
 
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         exclude_from_autograph("keras_strategies")
-        _suppress_eager_warning()
         # By `tf.function` passed to `run`, programs of all replicas, and their set.
         self._programs: weakref.WeakKeyDictionary[
             Any, tuple[ReplicaSet, FunctionsByRank]
