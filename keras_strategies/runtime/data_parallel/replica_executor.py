@@ -131,7 +131,6 @@ class LayerCallDriver(abc.ABC):
     def executor(self, plan: SplitPlan) -> ReplicaExecutor:
         """The replicas that have rows in a call."""
 
-    @abc.abstractmethod
     def unsplit(
         self,
         layer: Any,
@@ -140,6 +139,7 @@ class LayerCallDriver(abc.ABC):
         kwargs: dict[str, Any],
     ) -> Any:
         """Calls a layer that is not split."""
+        return call(*args, **kwargs)
 
     def why_unsplit(self, layer: Any, proof: RowProof | None) -> str:
         """Why calls of a layer are not split, whatever its operations are.
