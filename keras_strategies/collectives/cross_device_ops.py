@@ -35,6 +35,9 @@ class CrossDeviceOps:
     >>> ks.ReductionToOneDevice().reduce("sum", value, "cpu:0")
     """
 
+    # The device to reduce on; None for the first destination.
+    _device: Device | None = None
+
     @property
     def engine(self) -> Engine:
         """The backend of the tensors to combine."""
@@ -74,12 +77,9 @@ class CrossDeviceOps:
 
         >>> ks.ReductionToOneDevice().reduce("sum", per_replica, ["cpu:0", "cpu:1"])
         """
-        op = ReduceOp.parse(reduce_op)
-        assert isinstance(op, ReduceOp)
-        value = per_replica(per_replica_value)
-        names = device_names(destinations, self.engine)
-        call_options(options)
-        return self._reduced(op, value, names)
+        pairs = [(per_replica_value, destinations)]
+        (reduced,) = self.batch_reduce(reduce_op, pairs, options)
+        return reduced
 
     def batch_reduce(
         self,
@@ -141,7 +141,8 @@ class CrossDeviceOps:
         self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
     ) -> list[Any]:
         """Reduces one tensor per replica; the result on each of `devices`."""
-        moved = [self.engine.to_device(tensor, devices[0]) for tensor in tensors]
+        home = self._device or devices[0]
+        moved = [self.engine.to_device(tensor, home) for tensor in tensors]
         return self._copies(self.engine.all_reduce(op, moved)[0], devices)
 
     def _copies(self, tensor: Any, devices: Sequence[Device]) -> list[Any]:
@@ -172,13 +173,6 @@ class ReductionToOneDevice(CrossDeviceOps):
                 f"`accumulation_fn` must be None: {_ENGINE_REDUCES} "
                 f"Received: {accumulation_fn!r}"
             )
-
-    def _reduce(
-        self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
-    ) -> list[Any]:
-        home = self._device or devices[0]
-        moved = [self.engine.to_device(tensor, home) for tensor in tensors]
-        return self._copies(self.engine.all_reduce(op, moved)[0], devices)
 
 
 class NcclAllReduce(CrossDeviceOps):

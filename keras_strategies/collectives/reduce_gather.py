@@ -25,7 +25,7 @@ from keras_strategies.values import (
 
 if TYPE_CHECKING:
     from keras_strategies.communication.communicator import Communicator
-    from keras_strategies.runtime.engine import Engine, StrategyCore
+    from keras_strategies.runtime.engine import StrategyCore
 
 _ALONG_AXIS = {
     ReduceOp.SUM: ops.sum,
@@ -119,7 +119,7 @@ def _reduce_tensors(
         math.prod(ops.cast(ops.shape(tensor)[axis], total.dtype) for axis in axes)
         for tensor in tensors
     ]
-    return total / sum_counts(strategy, counts)
+    return total / reduce_components(strategy, ReduceOp.SUM, counts)
 
 
 def _on_own_device(
@@ -224,8 +224,8 @@ def components(strategy: StrategyCore, leaf: Any) -> list[Any]:
     ]
 
 
-def stack_reduce(engine: Engine, op: ReduceOp, tensors: list[Any]) -> Any:
-    """Reduces tensors of one device element by element."""
+def _reduce_local(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> Any:
+    """Reduces one tensor per local replica element by element."""
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         raise GatherError(
@@ -236,10 +236,12 @@ def stack_reduce(engine: Engine, op: ReduceOp, tensors: list[Any]) -> Any:
     dtype = keras.backend.standardize_dtype(tensors[0].dtype)
     divides = op is ReduceOp.MEAN and not keras.backend.is_float_dtype(dtype)
     own = ReduceOp.SUM if divides else op
+    home = strategy.placement.variables
+    moved = [strategy.engine.to_device(tensor, home) for tensor in tensors]
     if own is ReduceOp.SUM and dtype == "bool":
-        tensors = [ops.cast(tensor, "int32") for tensor in tensors]
-    reduced = engine.all_reduce(own, tensors)[0]
-    return reduced / len(tensors) if divides else reduced
+        moved = [ops.cast(tensor, "int32") for tensor in moved]
+    reduced = strategy.engine.all_reduce(own, moved)[0]
+    return reduced / len(moved) if divides else reduced
 
 
 def reduce_components(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> Any:
@@ -252,19 +254,6 @@ def reduce_components(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) 
     [total] = workers.all_reduce(own, [_reduce_local(strategy, own, tensors)])
     workers.confirm()
     return total / strategy.num_replicas_in_sync if mean else total
-
-
-def sum_counts(strategy: StrategyCore, counts: list[Any]) -> Any:
-    """The sum of element counts."""
-    home = strategy.placement.variables
-    moved = [strategy.engine.to_device(count, home) for count in counts]
-    own = stack_reduce(strategy.engine, ReduceOp.SUM, moved)
-    workers = strategy.other_workers
-    if workers is None:
-        return own
-    [total] = workers.all_reduce(ReduceOp.SUM, [own])
-    workers.confirm()
-    return total
 
 
 def reduce_onto(
@@ -294,9 +283,3 @@ def reduce_onto(
         ops_.broadcast(total, destinations)
         for total, (_, destinations) in zip(totals, pairs, strict=True)
     ]
-
-
-def _reduce_local(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> Any:
-    home = strategy.placement.variables
-    moved = [strategy.engine.to_device(tensor, home) for tensor in tensors]
-    return stack_reduce(strategy.engine, op, moved)
