@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from keras_strategies.devices import Device
 from keras_strategies.errors import InvalidArgumentError, LayoutError
+from keras_strategies.types import check_count
 
 Axes = tuple[str | None, ...]
 
@@ -381,15 +382,8 @@ def mesh_shape(count: int, model_parallel: int) -> tuple[int, int]:
     >>> mesh_shape(8, 2)
     (4, 2)
     """
-    if (
-        isinstance(model_parallel, bool)
-        or not isinstance(model_parallel, int)
-        or model_parallel < 1
-    ):
-        raise InvalidArgumentError(
-            "`model_parallel` must be the number of devices along the model axis, 1 "
-            f"or more. Received: {model_parallel!r}"
-        )
+    kind = "the number of devices along the model axis,"
+    check_count("model_parallel", model_parallel, 1, kind)
     if count % model_parallel:
         fitting = [n for n in range(1, count + 1) if count % n == 0]
         raise InvalidArgumentError(

@@ -20,6 +20,34 @@ def check_flag(name: str, value: object) -> None:
         )
 
 
+def check_count(
+    name: str, value: object, least: int, kind: str = "an int of", end: str = ""
+) -> None:
+    """Raises `ValueError` for a number that is not an int of `least` or more.
+
+    Args:
+        name: str, the argument.
+        value: its value.
+        least: int.
+        kind: str, what it has to be, before `least` in the message.
+        end: str, what else it may be.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidArgumentError(
+            f"`{name}` must be {kind} {least} or more{end}. Received: {name}={value!r}"
+        )
+
+
+def check_seconds(name: str, value: Any, end: str = "") -> None:
+    """Raises `ValueError` for a time that is not above 0; see `check_count`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and value > 0):
+        raise InvalidArgumentError(
+            f"`{name}` must be a number of seconds above 0{end}. Received: "
+            f"{name}={value!r}"
+        )
+
+
 def check_random_numbers(value: object) -> None:
     """Raises an error for other random numbers of rows than the known ones."""
     if value not in ("partitioned", "keras"):
@@ -172,18 +200,9 @@ class CommunicationOptions:
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        size, seconds = self.bytes_per_pack, self.timeout_seconds
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise InvalidArgumentError(
-                "`bytes_per_pack` must be a number of bytes, 0 or more. Received: "
-                f"bytes_per_pack={size!r}"
-            )
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if seconds is not None and not (is_number and seconds > 0):
-            raise InvalidArgumentError(
-                "`timeout_seconds` must be a number of seconds above 0, or None. "
-                f"Received: timeout_seconds={seconds!r}"
-            )
+        check_count("bytes_per_pack", self.bytes_per_pack, 0, "a number of bytes,")
+        if self.timeout_seconds is not None:
+            check_seconds("timeout_seconds", self.timeout_seconds, ", or None")
         implementation = CommunicationImplementation.parse(self.implementation)
         object.__setattr__(self, "implementation", implementation)
 
@@ -224,24 +243,12 @@ class Elastic:
     timeout_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        least, most, seconds = self.min_workers, self.max_workers, self.timeout_seconds
-        if not _is_count(least):
-            raise InvalidArgumentError(
-                "`min_workers` must be a number of workers, 1 or more. Received: "
-                f"min_workers={least!r}"
-            )
-        if most is not None and not (_is_count(most) and most >= least):
-            raise InvalidArgumentError(
-                "`max_workers` must be a number of workers, `min_workers` or more, or "
-                f"None. Received: min_workers={least!r}, max_workers={most!r}"
-            )
+        check_count("min_workers", self.min_workers, 1, "a number of workers,")
+        if self.max_workers is not None:
+            kind = "a number of workers, `min_workers`,"
+            check_count("max_workers", self.max_workers, self.min_workers, kind)
         check_flag("rejoin", self.rejoin)
-        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not (is_number and seconds > 0):
-            raise InvalidArgumentError(
-                "`timeout_seconds` must be a number of seconds above 0. Received: "
-                f"timeout_seconds={seconds!r}"
-            )
+        check_seconds("timeout_seconds", self.timeout_seconds)
 
     @classmethod
     def check(cls, value: Any) -> None:
@@ -251,10 +258,6 @@ class Elastic:
                 "`elastic` must be a ks.Elastic or None. Received: "
                 f"{value!r} of type {type(value).__name__}"
             )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)
@@ -354,12 +357,8 @@ class InputOptions:
         fetch = True if fetch is None else fetch
         check_flag("experimental_fetch_to_device", fetch)
         object.__setattr__(self, "experimental_fetch_to_device", fetch)
-        size = self.experimental_per_replica_buffer_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise InvalidArgumentError(
-                "`experimental_per_replica_buffer_size` must be a number of "
-                f"batches, 0 or more. Received: {size!r}"
-            )
+        size = "experimental_per_replica_buffer_size"
+        check_count(size, getattr(self, size), 0, "a number of batches,")
         if self.experimental_place_dataset_on_device is not False:
             raise InvalidArgumentError(
                 "`experimental_place_dataset_on_device` must be False: datasets are on "

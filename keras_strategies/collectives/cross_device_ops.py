@@ -10,10 +10,10 @@ import keras
 from keras_strategies.collectives.op_arguments import device_names, per_replica
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines import get_engine
-from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
+from keras_strategies.errors import InvalidTypeError
 from keras_strategies.runtime.call_options import call_options
 from keras_strategies.runtime.engine import Engine
-from keras_strategies.types import CommunicationOptions, ReduceOp
+from keras_strategies.types import CommunicationOptions, ReduceOp, check_count
 from keras_strategies.values import Mirrored, PerReplica
 
 _ENGINE_REDUCES = (
@@ -195,15 +195,7 @@ class NcclAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1):
-        if (
-            isinstance(num_packs, bool)
-            or not isinstance(num_packs, int)
-            or num_packs < 0
-        ):
-            raise InvalidArgumentError(
-                "`num_packs` must be an int of 0 or more. Received: "
-                f"num_packs={num_packs!r}"
-            )
+        check_count("num_packs", num_packs, 0)
         self._num_packs = num_packs
 
     def _reduce(

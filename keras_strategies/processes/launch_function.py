@@ -21,6 +21,7 @@ from keras_strategies.processes.launched_call import (
 from keras_strategies.processes.launched_lead import launched_lead
 from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
 from keras_strategies.processes.local_cluster import LocalCluster, LocalTask
+from keras_strategies.types import check_seconds
 
 _ENTRY = "keras_strategies.processes.launched_call:main"
 _GRACE_SECONDS = 10.0
@@ -80,11 +81,8 @@ def launch(
             "`function` of `launch` must be callable. Received: "
             f"{function!r}. To start a script, use `keras-strategies launch`."
         )
-    if timeout_seconds is not None and not timeout_seconds > 0:
-        raise InvalidArgumentError(
-            "`timeout_seconds` must be a number of seconds above 0, or None. "
-            f"Received: {timeout_seconds!r}"
-        )
+    if timeout_seconds is not None:
+        check_seconds("timeout_seconds", timeout_seconds, ", or None")
     cluster = LocalCluster(workers, devices_per_worker=devices_per_worker)
     with tempfile.TemporaryDirectory(prefix="keras-strategies-") as name:
         directory = Path(name)

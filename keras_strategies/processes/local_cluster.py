@@ -21,6 +21,7 @@ from keras_strategies.cluster.environment import (
 from keras_strategies.cluster.resolvers.environment import tf_config
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.types import check_count
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
@@ -69,15 +70,10 @@ class LocalCluster:
     devices_per_worker: int | None = None
 
     def __post_init__(self) -> None:
-        least = {"workers": 1, "ps": 0, "devices_per_worker": 1}
-        for name, minimum in least.items():
-            value = getattr(self, name)
-            if value is None and name == "devices_per_worker":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise InvalidArgumentError(
-                    f"`{name}` must be an int of {minimum} or more. Received: {value!r}"
-                )
+        check_count("workers", self.workers, 1)
+        check_count("ps", self.ps, 0)
+        if self.devices_per_worker is not None:
+            check_count("devices_per_worker", self.devices_per_worker, 1)
 
     @property
     def tasks(self) -> tuple[LocalTask, ...]:

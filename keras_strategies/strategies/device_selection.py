@@ -13,6 +13,7 @@ from keras_strategies.devices import Device, as_devices, check_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError, InvalidArgumentError
 from keras_strategies.runtime.engine import Engine
+from keras_strategies.types import check_count
 
 
 def set_virtual_cpu_devices(count: int) -> None:
@@ -31,11 +32,7 @@ def set_virtual_cpu_devices(count: int) -> None:
     >>> ks.set_virtual_cpu_devices(4)
     >>> strategy = ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InvalidArgumentError(
-            "`set_virtual_cpu_devices` needs a number of devices, 1 or more. "
-            f"Received: {count!r}"
-        )
+    check_count("count", count, 1, "a number of devices,")
     get_engine().set_virtual_cpu_devices(count)
 
 

@@ -38,7 +38,12 @@ from keras_strategies.strategies.device_selection import (
 from keras_strategies.strategies.mirrored_processes import join_device_processes
 from keras_strategies.strategies.multi_worker import find_workers
 from keras_strategies.training.random_sync import sync_random_numbers
-from keras_strategies.types import CommunicationOptions, Elastic, check_flag
+from keras_strategies.types import (
+    CommunicationOptions,
+    Elastic,
+    check_count,
+    check_flag,
+)
 
 _AXES = (BATCH_AXIS, MODEL_AXIS)
 
@@ -295,11 +300,7 @@ def _smallest_shard(given: int | None, layout_map: Any) -> int:
     """The bytes of the smallest shard."""
     if given is None:
         return MIN_SHARD_BYTES
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-        raise InvalidArgumentError(
-            "`min_shard_bytes` must be a number of bytes, 0 or more, or None. "
-            f"Received: {given!r}"
-        )
+    check_count("min_shard_bytes", given, 0, "a number of bytes,", ", or None")
     if isinstance(layout_map, Mapping):
         raise InvalidArgumentError(
             "`min_shard_bytes` is for the layouts 'auto' and 'fsdp'. A layout map "

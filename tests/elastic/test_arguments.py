@@ -27,7 +27,7 @@ def test_other_arguments_are_refused() -> None:
     [
         ({"min_workers": 0}, "`min_workers` must be a number of workers, 1 or more"),
         ({"min_workers": True}, "min_workers=True"),
-        ({"min_workers": 3, "max_workers": 2}, "min_workers=3, max_workers=2"),
+        ({"min_workers": 3, "max_workers": 2}, "3 or more. Received: max_workers=2"),
         ({"rejoin": "yes"}, "`rejoin` must be True or False"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
     ],

@@ -372,7 +372,7 @@ def test_a_signal_ends_elastic_workers_and_restarts(script, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--workers 0 FILE", "`workers` must be an int of 1 or more. Received: 0"),
+        ("--workers 0 FILE", "must be an int of 1 or more. Received: workers=0"),
         ("--workers 1 --ps -1 FILE", "`ps` must be an int of 0 or more"),
         ("--workers 1 there.py", "script 'there.py' not found"),
         ("--workers 1 --max-restarts -1 FILE", "-1 is below 0"),

@@ -15,7 +15,7 @@ from keras_strategies.processes.ray.connection import connect
 from keras_strategies.processes.ray.task_placement import PLACEMENTS, ClusterPlan
 from keras_strategies.processes.ray.train_context import TrainWorker, is_train_worker
 from keras_strategies.processes.ray.worker_run import ENGINE, RunSettings, run_workers
-from keras_strategies.types import Elastic
+from keras_strategies.types import Elastic, check_count, check_seconds
 
 
 class RayClusterResolver(ClusterResolver):
@@ -69,10 +69,10 @@ class RayClusterResolver(ClusterResolver):
         runtime_env: Mapping[str, Any] | None = None,
         start_seconds: float = 180.0,
     ):
-        _check_count("workers", workers, 1)
-        _check_count("ps", ps, 0)
+        check_count("workers", workers, 1)
+        check_count("ps", ps, 0)
         least = workers if min_workers is None else min_workers
-        _check_count("min_workers", least, 1)
+        check_count("min_workers", least, 1)
         if least > workers:
             raise InvalidArgumentError(
                 "`min_workers` must be `workers` or fewer. Received: "
@@ -83,11 +83,7 @@ class RayClusterResolver(ClusterResolver):
                 f"`placement` must be one of {', '.join(map(repr, PLACEMENTS))}. "
                 f"Received: {placement!r}"
             )
-        if not start_seconds > 0:
-            raise InvalidArgumentError(
-                "`start_seconds` must be a number of seconds above 0. Received: "
-                f"{start_seconds!r}"
-            )
+        check_seconds("start_seconds", start_seconds)
         super().__init__()
         self._address = address
         self.min_workers = least
@@ -129,31 +125,9 @@ class RayClusterResolver(ClusterResolver):
             tasks["ps"] = [f"ps-{i}" for i in range(self.plan.ps)]
         return ClusterSpec(tasks)
 
-    @property
-    def task_type(self) -> str | None:
-        """str or None, the job of this process; `"chief"` in the driver."""
+    def _found_task(self) -> tuple[str | None, int | None]:
         inner = self._inner
-        return "chief" if inner is None else inner.task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        raise ContextError(
-            f"`task_type` cannot be set to {task_type!r}: Ray assigns the job of each "
-            "process."
-        )
-
-    @property
-    def task_id(self) -> int | None:
-        """int or None, the number of this process within its job."""
-        inner = self._inner
-        return 0 if inner is None else inner.task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        raise ContextError(
-            f"`task_id` cannot be set to {task_id!r}: Ray assigns the number of each "
-            "process."
-        )
+        return ("chief", 0) if inner is None else (inner.task_type, inner.task_id)
 
     def _accelerators_of(self, job: str | None, index: int | None) -> dict[str, int]:
         resources = self.plan.resources["ps" if job == "ps" else "worker"]
@@ -218,13 +192,10 @@ class RayClusterResolver(ClusterResolver):
                 "`function` of `run` must be callable. Received: "
                 f"{function!r} of type {type(function).__name__}"
             )
-        _check_count("max_restarts", max_restarts, 0)
+        check_count("max_restarts", max_restarts, 0)
         Elastic.check(elastic)
-        if timeout_seconds is not None and not timeout_seconds > 0:
-            raise InvalidArgumentError(
-                "`timeout_seconds` must be a number of seconds above 0, or None. "
-                f"Received: {timeout_seconds!r}"
-            )
+        if timeout_seconds is not None:
+            check_seconds("timeout_seconds", timeout_seconds, ", or None")
         if not self.is_driver:
             raise ContextError(
                 f"`run` was called in {self.task_type} {self.task_id}, which is a task "
@@ -249,13 +220,6 @@ class RayClusterResolver(ClusterResolver):
             return super().__repr__()
         plan = self.plan
         return f"<RayClusterResolver: {plan.workers} workers, {plan.ps} ps>"
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidArgumentError(
-            f"`{name}` must be an int of {least} or more. Received: {value!r}"
-        )
 
 
 def _resources(name: str, given: Mapping[str, float] | None) -> dict[str, float]:

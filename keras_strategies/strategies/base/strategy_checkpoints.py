@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.errors import BackendError, InvalidArgumentError
+from keras_strategies.errors import BackendError
 from keras_strategies.keras_compat.models.building import build_optimizer
 from keras_strategies.runtime import context
 from keras_strategies.runtime.drivers import CheckpointDriver
 from keras_strategies.runtime.engine import Feature, require
 from keras_strategies.strategies.base.strategy_checks import StrategyChecks
 from keras_strategies.timeline import recording
+from keras_strategies.types import check_count
 
 
 class StrategyCheckpoints(StrategyChecks):
@@ -49,10 +50,7 @@ class StrategyCheckpoints(StrategyChecks):
         >>> strategy.save_sharded(model, "checkpoints")
         >>> other_strategy.load_sharded(same_model_made_there, "checkpoints")
         """
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InvalidArgumentError(
-                f"`keep` must be a number of checkpoints, 1 or more. Received: {keep!r}"
-            )
+        check_count("keep", keep, 1, "a number of checkpoints,")
         self._check_owns(model, "save")
         with recording.SAVE, context.entered(self):
             return self._checkpoints.save_sharded(model, Path(directory), keep)
