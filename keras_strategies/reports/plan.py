@@ -162,7 +162,7 @@ def plan(
     strategy: StrategyCore, build_fn: Callable[[], Any], batch_shapes: Any
 ) -> Plan:
     """See `Strategy.plan`."""
-    batch = _abstract_batch(batch_shapes)
+    batch = abstract_batch(batch_shapes)
     with (
         strategy.scope(),
         discarding_deferred_variables(),
@@ -196,12 +196,12 @@ def _build(strategy: StrategyCore, model: Any, batch: Any) -> None:
     build_optimizer_without_values(optimizer, model.trainable_variables)
 
 
-def _abstract_batch(shapes: Any) -> Any:
+def abstract_batch(shapes: Any) -> Any:
     """`KerasTensor`s in place of shapes, and of arrays and the like."""
     if shapes is None or isinstance(shapes, keras.KerasTensor):
         return shapes
     if isinstance(shapes, dict):
-        return {key: _abstract_batch(value) for key, value in shapes.items()}
+        return {key: abstract_batch(value) for key, value in shapes.items()}
     if hasattr(shapes, "shape") and hasattr(shapes, "dtype"):
         dtype = keras.backend.standardize_dtype(shapes.dtype)
         return keras.KerasTensor(tuple(shapes.shape), dtype=dtype)
@@ -213,7 +213,7 @@ def _abstract_batch(shapes: Any) -> Any:
         )
     if shapes and all(isinstance(n, int) and not isinstance(n, bool) for n in shapes):
         return keras.KerasTensor(tuple(shapes))
-    return tuple(_abstract_batch(shape) for shape in shapes)
+    return tuple(abstract_batch(shape) for shape in shapes)
 
 
 def _variables(strategy: StrategyCore, model: Any) -> tuple[PlannedVariable, ...]:

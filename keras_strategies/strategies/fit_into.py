@@ -14,10 +14,11 @@ import keras
 
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.reports.plan import Plan
+from keras_strategies.reports.plan import Plan, abstract_batch
 from keras_strategies.strategies.model_parallel import ModelParallelStrategy
 from keras_strategies.text_tables import Table, readable_bytes
 from keras_strategies.types import CommunicationOptions
+from keras_strategies.values import flatten, map_structure
 
 _UNITS = {
     "": 1,
@@ -159,7 +160,13 @@ def fit_into(
     (batch normalization).
     """
     limit = parsed_bytes(memory)
-    rows = _rows_of(batch_shapes)
+    batch = abstract_batch(batch_shapes)
+    rows = next((x.shape[0] for x in flatten(batch) if x is not None and x.shape), 0)
+    if not rows:
+        raise InvalidArgumentError(
+            "`batch_shapes` must be a structure of shapes or arrays as `fit` gets it: "
+            f"(x, y) or (x, y, sample_weight). Received: {batch_shapes!r}"
+        )
     options: dict[str, Any] = {
         "cluster_resolver": cluster_resolver,
         "communication_options": communication_options,
@@ -178,7 +185,7 @@ def fit_into(
             if rows // steps < strategy.num_replicas_in_sync:
                 continue
             make = functools.partial(_made, build_fn, rematerializes, steps)
-            plan = strategy.plan(make, _part(batch_shapes, steps))
+            plan = strategy.plan(make, _part(batch, steps))
             choice = TrainingChoice(
                 layout, width, rematerializes, steps, plan.peak, plan.sent * steps
             )
@@ -254,41 +261,17 @@ def _made(build_fn: Callable[[], Any], rematerializes: bool, steps: int) -> Any:
     return model
 
 
-def _part(shapes: Any, steps: int) -> Any:
+def _part(batch: Any, steps: int) -> Any:
     """The batch of one of several steps."""
-    if isinstance(shapes, dict):
-        return {key: _part(value, steps) for key, value in shapes.items()}
-    if hasattr(shapes, "shape") and hasattr(shapes, "dtype"):
-        dtype = keras.backend.standardize_dtype(shapes.dtype)
-        shape = tuple(shapes.shape)
-        return keras.KerasTensor((shape[0] // steps, *shape[1:]), dtype=dtype)
-    if _is_shape(shapes):
-        return (shapes[0] // steps, *shapes[1:])
-    return None if shapes is None else tuple(_part(each, steps) for each in shapes)
 
-
-def _rows_of(shapes: Any) -> int:
-    """The rows of a batch; those of the first leaf."""
-    if isinstance(shapes, dict):
-        shapes = list(shapes.values())
-    if hasattr(shapes, "shape"):
-        shapes = tuple(shapes.shape)
-    if _is_shape(shapes):
-        return int(shapes[0])
-    if not isinstance(shapes, (list, tuple)) or not shapes:
-        raise InvalidArgumentError(
-            "`batch_shapes` must be a structure of shapes or arrays as `fit` gets it: "
-            f"(x, y) or (x, y, sample_weight). Received: {shapes!r}"
+    def leaf(given: Any) -> Any:
+        if given is None:
+            return None
+        return keras.KerasTensor(
+            (given.shape[0] // steps, *given.shape[1:]), given.dtype
         )
-    return _rows_of(shapes[0])
 
-
-def _is_shape(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and bool(value)
-        and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
-    )
+    return map_structure(leaf, batch)
 
 
 def parsed_bytes(memory: str | int) -> int:
