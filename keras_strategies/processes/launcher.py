@@ -300,7 +300,9 @@ class ProcessLauncher:
         """
         until = time.monotonic() + _CAUSE_SECONDS
         while ended.is_caused and self.signalled is None:
-            causes = [each for each in self.ended if each.is_cause]
+            # Of a task that was started again, its last process counts.
+            last = {(each.task.job, each.task.index): each for each in self.ended}
+            causes = [each for each in last.values() if each.is_cause]
             if causes:
                 return causes[0]
             left = until - time.monotonic()

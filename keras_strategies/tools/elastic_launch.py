@@ -7,7 +7,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from keras_strategies.cluster.environment import ELASTIC
 from keras_strategies.processes.launched_lead import launched_lead
@@ -61,8 +61,9 @@ def launch_elastic(
         launched_lead(workers.environments(outer)) as environments,
         ProcessLauncher(events, grace_seconds, holds_tracebacks=True) as processes,
     ):
-        run = _ElasticRun(processes, environments, command, min_workers, max_restarts)
-        run.grace_seconds = grace_seconds
+        every = {t.index: _Worker(t, given) for t, given in environments.items()}
+        options = min_workers, max_restarts, grace_seconds
+        run = _ElasticRun(processes, command, every, *options)
         code = run.run()
     run.print_tracebacks()
     return 128 + processes.signalled.number if processes.signalled else code
@@ -86,88 +87,59 @@ class _Worker:
         return self.is_running or self.due is not None
 
 
+@dataclasses.dataclass
 class _ElasticRun:
     """The workers from the first start to the end of training."""
 
-    def __init__(
-        self,
-        processes: ProcessLauncher,
-        environments: Mapping[LocalTask, dict[str, str]],
-        command: Sequence[str],
-        min_workers: int,
-        max_restarts: int,
-    ):
-        self.grace_seconds = 0.0
-        self._processes = processes
-        self._command = command
-        self._min_workers = min_workers
-        self._max_restarts = max_restarts
-        self._workers = {
-            task.index: _Worker(task, environment)
-            for task, environment in environments.items()
-        }
-        # Time of the first exit with code 0.
-        self._done: float | None = None
-        # The last failure before too few workers were left, and what has caused it.
-        self._failed: Ended | None = None
-        self._first: Ended | None = None
-        # Errors with a printed traceback.
-        self._printed: set[str] = set()
+    processes: ProcessLauncher
+    command: Sequence[str]
+    workers: dict[int, _Worker]
+    min_workers: int
+    max_restarts: int
+    grace_seconds: float
+    # Time of the first exit with code 0.
+    _done: float | None = None
+    # The last failure before too few workers were left, and what has caused it.
+    _failed: Ended | None = None
+    _first: Ended | None = None
+    # Errors with a printed traceback.
+    _printed: set[str] = dataclasses.field(default_factory=set)
 
     def run(self) -> int:
         """Runs the workers; returns the exit code."""
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             self._start(worker)
         while self._is_going_on():
-            event = self._processes.next_event(self._timeout())
+            event = self.processes.next_event(self._timeout())
             if isinstance(event, Signalled):
                 name = signal.Signals(event.number).name
                 print_line(f"{name}: ending all tasks.")
-                self._processes.end(event.number)
+                self.processes.end(event.number)
                 break
             if isinstance(event, Ended):
                 self._ended(event)
             self._start_due()
-        if self._done is not None or self._processes.signalled or self._failed is None:
+        if self._done is not None or self.processes.signalled or self._failed is None:
             return 0
-        self._first = self._first_failure(self._failed)
+        self._first = self.processes.first_failure(self._failed)
         return self._first.exit_code or self._failed.exit_code
 
     def print_tracebacks(self) -> None:
         """Prints tracebacks that were not printed, and that of the first failure."""
-        new = [e for e in self._processes.ended if e.error not in self._printed]
+        new = [e for e in self.processes.ended if e.error not in self._printed]
         first = [] if self._first is None else [self._first]
         print_tracebacks([*new, *first], self._first)
 
-    def _first_failure(self, failed: Ended) -> Ended:
-        """The failure that has caused the last one.
-
-        Of each worker, that of its last process. Those that are ended here count if
-        they have failed before.
-        """
-        before = len(self._processes.ended)
-        self._processes.end()
-        ended = self._processes.ended
-        last = {each.task.index: each for each in ended}
-        causes = [
-            each
-            for number, each in enumerate(ended)
-            if last[each.task.index] is each
-            and each.is_cause
-            and (number < before or each.failure is not None)
-        ]
-        return next(iter(causes), failed)
-
     def _is_going_on(self) -> bool:
-        left = [worker for worker in self._workers.values() if worker.is_left]
+        left = [worker for worker in self.workers.values() if worker.is_left]
         if self._done is not None:
             is_late = time.monotonic() - self._done > self.grace_seconds
             return any(not (is_late and self._may_be_late(each)) for each in left)
-        if len(left) >= self._min_workers:
+        if len(left) >= self.min_workers:
             return True
         if left:
             print_line(
-                f"{len(left)} of at least {self._min_workers} workers are left; "
+                f"{len(left)} of at least {self.min_workers} workers are left; "
                 "ending them."
             )
         return False
@@ -177,12 +149,12 @@ class _ElasticRun:
 
         The oldest worker is the chief, which may still save.
         """
-        oldest = min(self._workers.values(), key=lambda each: each.begin)
+        oldest = min(self.workers.values(), key=lambda each: each.begin)
         return worker.task.incarnation > 0 and worker is not oldest
 
     def _timeout(self) -> float | None:
         """Seconds to the next start or end; None if only events matter."""
-        times = [each.due for each in self._workers.values() if each.due is not None]
+        times = [each.due for each in self.workers.values() if each.due is not None]
         if self._done is not None:
             times.append(self._done + self.grace_seconds)
             if time.monotonic() > times[-1]:
@@ -191,26 +163,26 @@ class _ElasticRun:
 
     def _start(self, worker: _Worker) -> None:
         worker.begin, worker.due, worker.is_running = time.monotonic(), None, True
-        self._processes.start(worker.task, self._command, worker.environment)
+        self.processes.start(worker.task, self.command, worker.environment)
 
     def _start_due(self) -> None:
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             if worker.due is not None and worker.due <= time.monotonic():
                 number = worker.task.incarnation + 1
                 worker.task = dataclasses.replace(worker.task, incarnation=number)
                 self._start(worker)
 
     def _ended(self, event: Ended) -> None:
-        worker = self._workers[event.task.index]
+        worker = self.workers[event.task.index]
         worker.is_running = False
         if not event.code:
             if self._done is None:
                 self._done = time.monotonic()
-                for each in self._workers.values():
+                for each in self.workers.values():
                     each.due = None
             return
         # Ends its child processes, which may use its address and devices.
-        self._processes.kill(event.task)
+        self.processes.kill(event.task)
         self._failed = event
         if event.error not in self._printed:
             self._printed.add(event.error)
@@ -222,7 +194,7 @@ class _ElasticRun:
             return
         if time.monotonic() - worker.begin > _STABLE_SECONDS:
             worker.restarts = 0
-        if worker.restarts == self._max_restarts:
+        if worker.restarts == self.max_restarts:
             print_line(f"{event}; it is not started again.")
             return
         delay = min(_FIRST_DELAY * 2**worker.restarts, _LONGEST_DELAY)
@@ -230,5 +202,5 @@ class _ElasticRun:
         worker.due = time.monotonic() + delay
         print_line(
             f"{event}; starting it again in {delay:g} s "
-            f"({worker.restarts} of {self._max_restarts})."
+            f"({worker.restarts} of {self.max_restarts})."
         )
