@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 from dataclasses import dataclass
@@ -13,27 +14,6 @@ from keras_strategies.tools.script_names import loaded, named
 
 #: Of all weights, the share of tables above which only their rows should travel.
 _MOSTLY_TABLES = 0.5
-
-
-@dataclass(frozen=True)
-class ChooseOptions:
-    """What the command was given.
-
-    Args:
-        target: str, `script.py:build`.
-        batch: int, rows of the global batch.
-        data: str, the name of the data, or of a function that returns it.
-        devices: int, accelerators of each machine; 0 for those of this one.
-        machines: int.
-        memory: str, of each device, such as `"16 GiB"`; empty if it does not matter.
-    """
-
-    target: str
-    batch: int
-    data: str = "data"
-    devices: int = 0
-    machines: int = 1
-    memory: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,8 +55,11 @@ class Choice:
     reason: str
 
 
-def choose_command(options: ChooseOptions) -> int:
+def choose_command(options: argparse.Namespace) -> int:
     """Prints needs and a choice.
+
+    Args:
+        options: those of the command.
 
     Returns:
         int, 0.
@@ -179,7 +162,7 @@ def _bytes_of(memory: str) -> int:
     return parsed_bytes(memory) if memory else 0
 
 
-def _needs(options: ChooseOptions, devices: int) -> Needs:
+def _needs(options: argparse.Namespace, devices: int) -> Needs:
     import keras_strategies as ks
 
     ks.set_virtual_cpu_devices(devices)

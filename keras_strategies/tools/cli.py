@@ -6,25 +6,21 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from keras_strategies import __version__
 from keras_strategies.errors import InvalidArgumentError, KerasStrategiesError
 from keras_strategies.processes.local_cluster import LocalCluster
-from keras_strategies.tools.choose_command import ChooseOptions, choose_command
+from keras_strategies.tools.choose_command import choose_command
 from keras_strategies.tools.doctor import doctor
 from keras_strategies.tools.elastic_launch import DEFAULT_RESTARTS, launch_elastic
 from keras_strategies.tools.explain import explain
 from keras_strategies.tools.launch_command import launch_command
 from keras_strategies.tools.lead_command import lead_command
-from keras_strategies.tools.top_command import TopOptions, top_command
-from keras_strategies.tools.verify_command import (
-    STRATEGIES,
-    VerifyOptions,
-    verify_command,
-)
+from keras_strategies.tools.top_command import top_command
+from keras_strategies.tools.verify_command import STRATEGIES, verify_command
 
 _LAUNCH = (
     "Start a Python script as a cluster of processes on this machine. The environment "
@@ -93,21 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "launch" and options.workers is options.elastic is None:
         parser.error("the following arguments are required: --workers or --elastic")
     try:
-        if options.command == "doctor":
-            return doctor(timeout_seconds=options.timeout)
-        if options.command == "lead":
-            return lead_command(options.workers, options.port)
-        if options.command == "explain":
-            print(explain(" ".join(options.words) or None))
-            return 0
-        given = {k: v for k, v in vars(options).items() if k != "command"}
-        if options.command == "verify":
-            return verify_command(VerifyOptions(**given))
-        if options.command == "top":
-            return top_command(TopOptions(**given))
-        if options.command == "choose":
-            return choose_command(ChooseOptions(**given))
-        return _launch(options)
+        return _COMMANDS[options.command](options)
     except KerasStrategiesError as error:
         # That of `explain` does not lead to `explain` again.
         text = error.text if options.command == "explain" else error
@@ -131,9 +113,20 @@ def _flush() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _explain(options: argparse.Namespace) -> int:
+    print(explain(" ".join(options.words) or None))
+    return 0
+
+
 def _launch(options: argparse.Namespace) -> int:
     least, most = options.elastic or (None, options.workers)
-    _check_elastic(options)
+    named = ("workers", "ps", "chief", "evaluator")
+    others = [f"--{name}" for name in named if getattr(options, name)]
+    if least is not None and others:
+        raise InvalidArgumentError(
+            "`--elastic MIN:MAX` starts MAX workers of MultiWorkerMirroredStrategy and "
+            f"no other tasks. Omit {' and '.join(others)}."
+        )
     cluster = LocalCluster(
         workers=most,
         ps=options.ps,
@@ -145,12 +138,9 @@ def _launch(options: argparse.Namespace) -> int:
     if options.module:
         script = ["-m", *script]
     elif not Path(options.script).is_file():
-        print(
-            f"keras-strategies launch: script {options.script!r} not found in "
-            f"{Path.cwd()}.",
-            file=sys.stderr,
+        raise InvalidArgumentError(
+            f"script {options.script!r} not found in {Path.cwd()}."
         )
-        return 2
     command = [sys.executable, "-u", *script, *options.arguments]
     restarts, grace = options.max_restarts, options.grace_seconds
     if least is None:
@@ -159,17 +149,15 @@ def _launch(options: argparse.Namespace) -> int:
     return launch_elastic(cluster, command, least, restarts, grace)
 
 
-def _check_elastic(options: argparse.Namespace) -> None:
-    """Raises an error for options that elastic workers do not have."""
-    if options.elastic is None:
-        return
-    named = ("workers", "ps", "chief", "evaluator")
-    others = [f"--{name}" for name in named if getattr(options, name)]
-    if others:
-        raise InvalidArgumentError(
-            "`--elastic MIN:MAX` starts MAX workers of MultiWorkerMirroredStrategy and "
-            f"no other tasks. Omit {' and '.join(others)}."
-        )
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "choose": choose_command,
+    "doctor": lambda options: doctor(options.timeout),
+    "explain": _explain,
+    "launch": _launch,
+    "lead": lambda options: lead_command(options.workers, options.port),
+    "top": top_command,
+    "verify": verify_command,
+}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from keras_strategies.text_tables import Table, counted
@@ -23,28 +23,11 @@ _NONE = (
 )
 
 
-@dataclass(frozen=True)
-class TopOptions:
-    """Options of the command.
-
-    Args:
-        run: str, a process of the run, or the begin of its name; empty for the newest.
-        once: bool, whether to print one report and end.
-        json: bool, whether to print reports as JSON, one in a line.
-        seconds: float, the time between reports.
-    """
-
-    run: str = ""
-    once: bool = False
-    json: bool = False
-    seconds: float = 1.0
-
-
-def top_command(options: TopOptions) -> int:
+def top_command(options: argparse.Namespace) -> int:
     """Shows a run until it ends, or Ctrl-C.
 
     Args:
-        options: `TopOptions`.
+        options: those of the command.
 
     Returns:
         int, the exit code: 1 if there is no such run.

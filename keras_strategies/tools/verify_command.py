@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,43 +12,6 @@ from keras_strategies.tools.script_names import loaded, named, target
 STRATEGIES = ("mirrored", "one_device", "central_storage", "fsdp", "auto")
 #: Exit codes.
 EQUAL, DIFFERENT = 0, 1
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """What the command was given.
-
-    Args:
-        target: str, `script.py:build`; `script.py:train` with `processes`.
-        data: str, the name of the data, or of a function that returns it.
-        step: str, the name of the step of a custom loop; empty for `fit`.
-        strategy: str, one of `STRATEGIES`.
-        devices: int, the number of devices, of each process; 0 for two in all.
-        workers: int, processes of `ks.MultiWorkerMirroredStrategy`, each with the
-            devices; 0 for one process with `strategy`.
-        steps: int, steps to compare.
-        tolerance: float or None, as for `ks.verify`.
-        save: str, the JSON file; empty for none.
-        processes: int, processes of a training function of another framework; 0 for
-            none.
-    """
-
-    target: str
-    data: str = "data"
-    step: str = ""
-    strategy: str = "mirrored"
-    devices: int = 0
-    workers: int = 0
-    steps: int = 4
-    tolerance: float | None = None
-    save: str = ""
-    processes: int = 0
-
-    @property
-    def devices_of_process(self) -> int:
-        """The number of devices of each process."""
-        is_split = max(self.processes, self.workers) > 1
-        return self.devices or (1 if is_split else 2)
 
 
 @dataclass(frozen=True)
@@ -72,8 +36,12 @@ class TrainingFunction:
         self.load()()
 
 
-def verify_command(options: VerifyOptions) -> int:
+def verify_command(options: argparse.Namespace) -> int:
     """Prints the report of a script.
+
+    Args:
+        options: those of the command; `processes` and `workers` are 0 for none,
+            `devices` is 0 for two in all, `step` and `save` are empty for none.
 
     Returns:
         int, 0 if all values are equal, else 1.
@@ -91,7 +59,7 @@ def verify_command(options: VerifyOptions) -> int:
             _on_worker,
             options.workers,
             (options,),
-            devices_per_worker=options.devices_of_process,
+            devices_per_worker=_devices_of_process(options),
         )
     else:
         report = _verified(options, _strategy(options))
@@ -101,7 +69,7 @@ def verify_command(options: VerifyOptions) -> int:
     return EQUAL if report.equal else DIFFERENT
 
 
-def _of_processes(options: VerifyOptions) -> Any:
+def _of_processes(options: argparse.Namespace) -> Any:
     from keras_strategies.verification.processes.verify_processes import (
         verify_processes,
     )
@@ -114,19 +82,19 @@ def _of_processes(options: VerifyOptions) -> Any:
     return verify_processes(
         TrainingFunction(options.target),
         options.processes,
-        options.devices_of_process,
+        _devices_of_process(options),
         options.steps,
         options.tolerance,
     )
 
 
-def _on_worker(options: VerifyOptions) -> Any:
+def _on_worker(options: argparse.Namespace) -> Any:
     import keras_strategies as ks
 
     return _verified(options, ks.MultiWorkerMirroredStrategy())
 
 
-def _verified(options: VerifyOptions, strategy: Any) -> Any:
+def _verified(options: argparse.Namespace, strategy: Any) -> Any:
     from keras_strategies.verification.verify import verify
 
     module, build = loaded(options.target)
@@ -135,11 +103,16 @@ def _verified(options: VerifyOptions, strategy: Any) -> Any:
     return verify(build, data, strategy, options.steps, options.tolerance, step=step)
 
 
-def _strategy(options: VerifyOptions) -> Any:
+def _devices_of_process(options: argparse.Namespace) -> int:
+    is_split = max(options.processes, options.workers) > 1
+    return int(options.devices or (1 if is_split else 2))
+
+
+def _strategy(options: argparse.Namespace) -> Any:
     import keras_strategies as ks
     from keras_strategies.engines import get_engine
 
-    count = options.devices_of_process
+    count = _devices_of_process(options)
     kinds = [each.kind for each in get_engine().local_devices() if each.kind != "cpu"]
     kind = kinds[0] if len(kinds) >= count else "cpu"
     devices = [f"{kind}:{i}" for i in range(count)]

@@ -18,7 +18,8 @@ from keras_strategies.timeline import recording, ring, runs
 from keras_strategies.timeline.recording import DATA, METHOD, SAVE, RingWriter
 from keras_strategies.timeline.ring import RECORDS, Ring
 from keras_strategies.timeline.watch import SHARES, Report, Row, Watch, awaited_workers
-from keras_strategies.tools.top_command import TopOptions, as_text, top_command
+from keras_strategies.tools import cli
+from keras_strategies.tools.top_command import as_text
 
 pytestmark = pytest.mark.one_backend
 # A process that records, without Keras; FOLDER is that of rings.
@@ -147,7 +148,7 @@ def test_a_killed_process_leaves_its_last_events(own_folder):
     assert "its process has ended" in str(report.findings[0])
     assert "has ended" in as_text(report)
     # No process of any run trains.
-    assert top_command(TopOptions(once=True)) == 1
+    assert cli.main(["top", "--once"]) == 1
 
 
 def test_a_process_that_has_ended_leaves_nothing_but_a_failed_one_does(own_folder):
