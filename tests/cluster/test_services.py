@@ -285,14 +285,12 @@ def metadata(serve, no_tpu) -> Callable[..., None]:
     "endpoints", ["10.0.0.2,10.0.0.3", "unknown:unknown:10.0.0.2,x:y:10.0.0.3"]
 )
 def test_the_metadata_of_a_machine_of_a_tpu_slice(metadata, endpoints) -> None:
-    tpu = {"agent_worker_number": "1", "accelerator_type": "v5litepod-16"}
-    metadata(worker_network_endpoints=endpoints, **tpu)
+    metadata(worker_network_endpoints=endpoints, agent_worker_number="1")
     resolver = cluster.TPUClusterResolver()
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["10.0.0.2:8470", "10.0.0.3:8470"]
     }
     assert resolver.master() == "grpc://10.0.0.3:8470"
-    assert resolver.accelerator_type == "v5litepod-16"
 
 
 def test_a_machine_of_compute_engine_without_a_tpu(metadata) -> None:
@@ -315,7 +313,7 @@ def tpu_api(state: str) -> Answer:
         assert path == "/v2/projects/proj/locations/us-west4-a/nodes/big"
         ends = [{"ipAddress": f"10.0.0.{i}", "port": 8471} for i in (2, 3)]
         found = {"name": path.removeprefix("/v2/"), "state": state}
-        return 200, {**found, "acceleratorType": "v3-16", "networkEndpoints": ends}
+        return 200, {**found, "networkEndpoints": ends}
 
     return answer
 
@@ -327,7 +325,6 @@ def test_a_tpu_by_its_name(serve, no_tpu) -> None:
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["10.0.0.2:8471", "10.0.0.3:8471"]
     }
-    assert resolver.accelerator_type == "v3-16"
     service = google_client("tpu", "v2", serve(tpu_api("CREATING")))
     with pytest.raises(ValueError, match="'CREATING', not 'READY'"):
         cluster.TPUClusterResolver("big", **place, service=service)

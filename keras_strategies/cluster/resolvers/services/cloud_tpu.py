@@ -4,7 +4,6 @@ On Kubernetes in variables: TPU_WORKER_HOSTNAMES=t-0.svc,t-1.svc TPU_WORKER_ID=1
 On Compute Engine in the machine's metadata, which answers over HTTP:
     worker-network-endpoints    "10.0.0.2,10.0.0.3" or "name:id:10.0.0.2,..."
     agent-worker-number         "1"
-    accelerator-type            "v5litepod-16"
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.resolvers.services.service_members import google_service
@@ -22,7 +21,6 @@ from keras_strategies.errors import ClusterError
 
 WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"
 WORKER_ID = "TPU_WORKER_ID"
-ACCELERATOR_TYPE = "TPU_ACCELERATOR_TYPE"
 # The variable for `tpu=None`, as in TensorFlow.
 NAME = "TPU_NAME"
 # A metadata server other than metadata.google.internal, as in Google's clients.
@@ -31,12 +29,6 @@ DEVICES = ("/dev/accel0", "/dev/vfio/0")
 # Product name in the firmware of Compute Engine's machines.
 _PRODUCT = Path("/sys/class/dmi/id/product_name")
 _METADATA_SECONDS = 5.0
-
-
-class _Slice(NamedTuple):
-    hosts: tuple[str, ...]
-    number: int
-    accelerator_type: str
 
 
 class TPUClusterResolver(FixedClusterResolver):
@@ -77,7 +69,6 @@ class TPUClusterResolver(FixedClusterResolver):
         port: int = 8470,
         rpc_layer: str | None = "grpc",
     ):
-        self._accelerator_type = ""
         number = 0
         name = tpu or os.environ.get(NAME, "")
         if name == "local":
@@ -88,12 +79,11 @@ class TPUClusterResolver(FixedClusterResolver):
         elif name and (zone or project or service is not None):
             addresses = self._look_up(name, zone, project, service, port)
         else:
-            found = _own_slice()
-            if found is None:
+            hosts, number = _own_slice()
+            if not hosts:
                 _expect_device(name)
-                found = _Slice(("localhost",), 0, "")
-            addresses = [f"{host}:{port}" for host in found.hosts]
-            number, self._accelerator_type = found.number, found.accelerator_type
+                hosts = ["localhost"]
+            addresses = [f"{host}:{port}" for host in hosts]
         self._spec = ClusterSpec({job_name: addresses})
         super().__init__(job_name, number, rpc_layer)
 
@@ -115,38 +105,31 @@ class TPUClusterResolver(FixedClusterResolver):
                 f"The TPU {path} is {node.get('state')!r}, not 'READY'. Wait until "
                 "it is, or start it."
             )
-        self._accelerator_type = node.get("acceleratorType", "")
         return [
             f"{endpoint['ipAddress']}:{endpoint.get('port', port)}"
             for endpoint in node["networkEndpoints"]
         ]
 
-    @property
-    def accelerator_type(self) -> str:
-        """str, the kind of the slice, such as `"v5litepod-16"`; `""` if unknown."""
-        return os.environ.get(ACCELERATOR_TYPE, self._accelerator_type)
 
-
-def _own_slice() -> _Slice | None:
-    """The slice that this machine is part of, from variables or metadata."""
+def _own_slice() -> tuple[list[str], int]:
+    """The hosts of the slice of this machine, if there is one, and its number."""
     hosts = os.environ.get(WORKER_HOSTNAMES, "")
-    number, kind = os.environ.get(WORKER_ID, "0"), ""
+    number = os.environ.get(WORKER_ID, "0")
     source = WORKER_HOSTNAMES
     if not hosts and _has_metadata():
         source = "worker-network-endpoints"
         hosts = _metadata(source)
         number = _metadata("agent-worker-number") or "0"
-        kind = _metadata("accelerator-type")
-    names = tuple(host.strip().split(":")[-1] for host in hosts.split(",") if host)
+    names = [host.strip().split(":")[-1] for host in hosts.split(",") if host]
     if not names:
-        return None
+        return [], 0
     if not number.isdecimal() or int(number) >= len(names):
         raise ClusterError(
             f"This machine is number {number!r} of its TPU slice ({WORKER_ID} is "
             f"{os.environ.get(WORKER_ID)!r}), and {source} names the machines "
-            f"{list(names)}, numbered from 0. Set {WORKER_ID} to one of these numbers."
+            f"{names}, numbered from 0. Set {WORKER_ID} to one of these numbers."
         )
-    return _Slice(names, int(number), kind)
+    return names, int(number)
 
 
 def _has_metadata() -> bool:
