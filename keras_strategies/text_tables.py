@@ -7,6 +7,7 @@ decimal, counts have thousands separators.
 
 from __future__ import annotations
 
+import abc
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,6 +89,23 @@ class Table:
             for name, cell in zip(self.header, cells, strict=True)
         )
         return f"<tr>{inner}</tr>"
+
+
+class ShownAsTable(abc.ABC):
+    """A report that prints as a table, and in a notebook is one."""
+
+    @abc.abstractmethod
+    def _table(self) -> Table:
+        """The table."""
+
+    def __str__(self) -> str:
+        return str(self._table())
+
+    def __repr__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
 
 
 def rule(width: int) -> str:

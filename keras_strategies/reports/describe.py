@@ -17,7 +17,7 @@ from keras_strategies.runtime.data_parallel.call_notes import (
 )
 from keras_strategies.runtime.data_parallel.row_parts import joins_of
 from keras_strategies.runtime.placement import axes_of, check_layouts
-from keras_strategies.text_tables import Table, counted, readable_bytes
+from keras_strategies.text_tables import ShownAsTable, Table, counted, readable_bytes
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -29,8 +29,8 @@ MESH_HEADER = ("variable", "shape", "dtype", "layout", _SIZE)
 NUMBERS = frozenset({_SIZE})
 
 
-@dataclass(frozen=True)
-class Description:
+@dataclass(frozen=True, repr=False)
+class Description(ShownAsTable):
     """A table of variables; prints as text, and as a table in a notebook.
 
     Args:
@@ -89,14 +89,6 @@ class Description:
             header = (*header, _CALLS)
         note = " ".join(notes)
         return Table(self.title, header, self.rows, NUMBERS, totals, tuple(facts), note)
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table()._repr_html_()
 
 
 def layout_text(axes: Axes, rank: int) -> str:

@@ -30,7 +30,7 @@ from keras_strategies.runtime.placement import (
     check_layouts,
     itemsize,
 )
-from keras_strategies.text_tables import Table, counted, readable_bytes
+from keras_strategies.text_tables import ShownAsTable, Table, counted, readable_bytes
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -61,8 +61,8 @@ class PlannedVariable:
     devices: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(ShownAsTable):
     """Memory and communication per device; prints as text, in notebooks as tables.
 
     Args:
@@ -144,14 +144,6 @@ class Plan:
         facts = (*self.summary(), ("step costs", self.cost.source))
         rows = tuple(self._rows())
         return Table(self.title, MESH_HEADER, rows, NUMBERS, facts=facts)
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table()._repr_html_()
 
 
 def _largest(totals: dict[str, int]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.step_clock import WINDOW
-from keras_strategies.text_tables import Table, counted
+from keras_strategies.text_tables import ShownAsTable, Table, counted
 
 _HEADER = ("worker", "address", "process", "state", "steps", "ms", "waits", "late")
 _NUMBERS = frozenset({"steps", "ms", "waits", "late"})
@@ -50,8 +50,8 @@ class WorkerStatus:
         return (name, self.address, process, state, steps, *times)
 
 
-@dataclass(frozen=True)
-class TrainingStatus:
+@dataclass(frozen=True, repr=False)
+class TrainingStatus(ShownAsTable):
     """Status of the workers of a strategy; prints as text, in a notebook as a table.
 
     Args:
@@ -75,14 +75,6 @@ class TrainingStatus:
             "other workers, those waits, and behind the fastest worker."
         )
         return Table(title, _HEADER, rows, _NUMBERS, note=note)
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table()._repr_html_()
 
 
 def worker_status(title: str, group: WorkerGroup | None) -> TrainingStatus:

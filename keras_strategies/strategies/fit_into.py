@@ -16,7 +16,7 @@ from keras_strategies.cluster import ClusterResolver
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.reports.plan import Plan, abstract_batch
 from keras_strategies.strategies.model_parallel import ModelParallelStrategy
-from keras_strategies.text_tables import Table, readable_bytes
+from keras_strategies.text_tables import ShownAsTable, Table, readable_bytes
 from keras_strategies.types import CommunicationOptions
 from keras_strategies.values import flatten, map_structure
 
@@ -57,8 +57,8 @@ class TrainingChoice:
     sent: int
 
 
-@dataclass(frozen=True)
-class MemoryFit:
+@dataclass(frozen=True, repr=False)
+class MemoryFit(ShownAsTable):
     """A strategy, and how to make the model; prints as a table of what was tried.
 
     Args:
@@ -91,7 +91,7 @@ class MemoryFit:
         with self.strategy.scope():
             return _made(build_fn, choice.rematerializes, choice.accumulation_steps)
 
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         header = ("layout", "model axis", "remat", "accumulation", "peak", "sent", "")
         rows = tuple(
             (
@@ -108,9 +108,7 @@ class MemoryFit:
         numbers = frozenset(("model axis", "accumulation", "peak", "sent"))
         facts = (("batch size of a step", str(self.batch_size)),)
         title = f"Training in {readable_bytes(self.memory)} per device"
-        return str(Table(title, header, rows, numbers, facts=facts))
-
-    __repr__ = __str__
+        return Table(title, header, rows, numbers, facts=facts)
 
 
 def fit_into(

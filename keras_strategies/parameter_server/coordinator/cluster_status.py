@@ -9,6 +9,7 @@ from keras_strategies.parameter_server.variables.variable_registry import (
     VariableRegistry,
 )
 from keras_strategies.text_tables import (
+    ShownAsTable,
     Table,
     counted,
     readable_bytes,
@@ -31,8 +32,8 @@ _HEADER = (
 _NUMBERS = frozenset(_HEADER[2:-1])
 
 
-@dataclass(frozen=True)
-class Status:
+@dataclass(frozen=True, repr=False)
+class Status(ShownAsTable):
     """Status of a cluster; prints as text, and as a table in a notebook.
 
     Args:
@@ -87,14 +88,6 @@ class Status:
             ("sent and received per step", readable_bytes(self.bytes_per_step)),
         )
         return Table(title, _HEADER, self.rows, _NUMBERS, facts=facts)
-
-    def __str__(self) -> str:
-        return str(self._table())
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return self._table()._repr_html_()
 
 
 def status_of(scheduler: Scheduler, registry: VariableRegistry) -> Status:
