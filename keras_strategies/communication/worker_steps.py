@@ -71,7 +71,7 @@ def chiefs_seed(group: WorkerGroup, own: int, stream: str = "") -> int:
     Args:
         group: the connected workers.
         own: int, the seed of this worker.
-        stream: str, see `WorkerGroup.gather`.
+        stream: str, see `WorkerGroup.gather_values`.
     """
     seed: int = group.gather_values("the seed of a pass", own, stream)[0]
     return seed
@@ -86,7 +86,7 @@ def compare_orders(
         group: the connected workers.
         rows: int, those of all workers; 0 at the end of the data.
         order: int, a checksum of their numbers in the dataset.
-        stream: str, see `WorkerGroup.gather`.
+        stream: str, see `WorkerGroup.gather_values`.
 
     Returns:
         A callable that waits for the others. It raises `WorkerError` if they have other
@@ -113,7 +113,7 @@ def begin_comparison(
         group: the connected workers.
         facts: JSON value of a batch; `END` where there is none.
         compare: called with the facts of all workers, by worker; raises `WorkerError`.
-        stream: str, see `WorkerGroup.gather`.
+        stream: str, see `WorkerGroup.gather_values`.
 
     Returns:
         A callable that waits for the others, and compares.

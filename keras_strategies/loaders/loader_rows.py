@@ -88,7 +88,7 @@ class LoaderRows:
 
         Args:
             stream: str, that in which workers compare their orders; see
-                `WorkerGroup.gather`.
+                `WorkerGroup.gather_values`.
         """
         if self._agrees:
             # Not before the pass: a state that the sampler changes is read then.

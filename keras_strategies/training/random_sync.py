@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import random
 from typing import Any
 
@@ -22,9 +21,8 @@ def sync_random_numbers(engine: Engine, group: WorkerGroup) -> None:
     weights and the same batches. A `torch.utils.data.DataLoader` shuffles with Torch's
     on every backend.
     """
-    own = json.dumps(random_numbers(engine)).encode() if group.is_chief else None
-    found = json.loads(group.broadcast("random numbers", own))
-    set_random_numbers(engine, found)
+    own = random_numbers(engine) if group.is_chief else None
+    set_random_numbers(engine, group.broadcast("random numbers", own))
 
 
 def random_numbers(engine: Engine) -> dict[str, Any]:

@@ -73,14 +73,15 @@ def test_values_are_gathered_in_the_order_of_workers(three):
 
 
 def test_large_payloads_arrive_whole(three):
-    found = everywhere(three, lambda g: g.gather("x", bytes([g.index]) * 5_000_000))
-    assert all(len(part) == 5_000_000 for parts in found for part in parts)
-    assert [part[0] for part in found[1]] == [0, 1, 2]
+    large = 5_000_000
+    found = everywhere(three, lambda g: g.gather_values("x", str(g.index) * large))
+    assert all(len(part) == large for parts in found for part in parts)
+    assert [part[0] for part in found[1]] == ["0", "1", "2"]
 
 
 def test_the_chief_broadcasts(three):
-    found = everywhere(three, lambda g: g.broadcast("x", bytes([g.index])))
-    assert found == [b"\0"] * 3
+    found = everywhere(three, lambda g: g.broadcast("x", [g.index]))
+    assert found == [[0]] * 3
 
 
 def test_agreement_says_who_has_what(three):
@@ -91,7 +92,7 @@ def test_agreement_says_who_has_what(three):
 
 
 def test_workers_that_do_different_things_are_told(three):
-    found = everywhere(three, lambda g: g.gather("a" if g.index else "b", b""))
+    found = everywhere(three, lambda g: g.barrier("a" if g.index else "b"))
     assert all(isinstance(error, WorkerError) for error in found)
     assert "'b'" in str(found[1])
     assert "All workers must make the same calls" in str(found[1])
@@ -301,7 +302,7 @@ def test_a_worker_that_ends_its_script_early_is_told_from_one_that_failed(leaver
     other.progress = "the beginning of evaluate"
     with ThreadPoolExecutor(1) as pool:
         # As `if task_id == 0: model.evaluate(...)`.
-        waiting = pool.submit(other.gather, "random numbers", b"")
+        waiting = pool.submit(other.barrier, "random numbers")
         groups[leaver].leave()
         error = waiting.exception(20)
     assert isinstance(error, WorkerError)
@@ -319,5 +320,5 @@ def test_calls_after_the_end_of_the_chiefs_script_say_so():
     chief.leave()
     wait_until(lambda: other.left is not None, "the chief's end was seen")
     with pytest.raises(WorkerError, match="Every worker has to call"):
-        other.gather("random numbers", b"")
+        other.barrier("random numbers")
     other.leave()

@@ -102,7 +102,7 @@ from keras_strategies.cluster.group import WorkerGroup
 
 group = WorkerGroup.join(sys.argv[1:], 1, {}, timeout=6.0)
 group.progress = "step 4 of fit"
-group.gather("the first", b"")
+group.barrier("the first")
 def load_batch():
     threading.Event().wait(60)  # never set
 load_batch()
@@ -117,12 +117,12 @@ def test_a_real_worker_that_hangs_is_named_with_its_line(tmp_path, caplog):
     process = subprocess.Popen([sys.executable, str(script), *addresses])
     try:
         group = WorkerGroup.join(addresses, 0, {}, timeout=6.0)
-        group.gather("the first", b"")
+        group.barrier("the first")
         with (
             caplog.at_level(logging.WARNING, "keras_strategies"),
             pytest.raises(WorkerError) as caught,
         ):
-            group.gather("the end of batch 3", b"")
+            group.barrier("the end of batch 3")
         where = (
             f"Worker 1 (127.0.0.1, process {process.pid}) has been awaited in 'the end "
             f"of batch 3' for 3 s. It is at step 4 of fit, in {script}, line 8, in "

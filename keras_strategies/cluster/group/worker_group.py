@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import json
@@ -225,28 +224,23 @@ class WorkerGroup(GroupListener):
         """bool, whether this worker is the chief."""
         return self.index == 0
 
-    # Exchange of bytes and values.
+    # Exchange of values.
 
-    def gather(self, what: str, payload: bytes, stream: str = "") -> list[bytes]:
-        """Every worker's bytes, on every worker.
+    def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
+        """Every worker's JSON value, on every worker.
 
         Args:
             what: str, name of the gathered values; the same on all workers.
-            payload: bytes of this worker.
+            value: that of this worker.
             stream: str, separates the calls of different threads: the n-th call of a
                 stream matches the n-th one of the other workers.
 
         Returns:
-            list of bytes, by worker.
+            list of values, by worker.
 
         Raises:
             WorkerError: if a worker is lost, or gathers something else.
         """
-        text = base64.b64encode(payload).decode()
-        return list(map(base64.b64decode, self.gather_values(what, text, stream)))
-
-    def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
-        """Every worker's JSON value, on every worker."""
         return self.begin_gather(what, value, stream)()
 
     def begin_gather(
@@ -313,13 +307,13 @@ class WorkerGroup(GroupListener):
         text, position = self._stall
         return text if position == self.position else ""
 
-    def broadcast(self, what: str, payload: bytes | None) -> bytes:
-        """The chief's bytes on every worker."""
-        return self.gather(what, (payload or b"") if self.is_chief else b"")[0]
+    def broadcast(self, what: str, value: Any) -> Any:
+        """The chief's JSON value on every worker."""
+        return self.gather_values(what, value if self.is_chief else None)[0]
 
     def barrier(self, what: str) -> None:
         """Waits until all workers have arrived."""
-        self.gather(what, b"")
+        self.gather_values(what, None)
 
     def agree(self, what: str, value: Any) -> None:
         """Checks that a JSON value is the same on all workers.

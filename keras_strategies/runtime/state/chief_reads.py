@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -62,6 +61,6 @@ class ChiefReads:
 
     def _agree(self, number: int | None) -> int | None:
         """The number that the chief gives."""
-        own = json.dumps(number).encode()
-        found = self._group.broadcast("the next variable that the chief saves", own)
-        return None if (chiefs := json.loads(found)) is None else int(chiefs)
+        what = "the next variable that the chief saves"
+        chiefs: int | None = self._group.broadcast(what, number)
+        return chiefs

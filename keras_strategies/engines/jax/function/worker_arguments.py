@@ -47,9 +47,9 @@ def gather_arguments(
     """
     leaves = [_prepared(leaf, workers, own) for leaf in flatten(structure)]
     descriptions = [_description(leaf) for leaf in leaves]
-    message = json.dumps(descriptions).encode()
+    message = json.dumps(descriptions)
     with workers.exchange():
-        found = workers.group.gather(f"the call of {name}", message)
+        found = workers.group.gather_values(f"the call of {name}", message)
     if any(each != message for each in found):
         every = [json.loads(each) for each in found]
         _check_arguments(every, name)

@@ -107,12 +107,11 @@ class JaxCommunicator(Communicator):
         folder = tempfile.mkdtemp(prefix="keras_strategies-") if group.is_chief else ""
         waiting = functools.partial(until_loss, group)
         try:
-            port = b""
+            port = None
             if group.is_chief:
-                path = os.path.join(folder, "jax")
-                port = str(self._start_service(group, path)).encode()
+                port = self._start_service(group, os.path.join(folder, "jax"))
             chief = str(group.members[0]["host"])
-            found = int(group.broadcast("the address of JAX's service", port))
+            found: int = group.broadcast("the address of JAX's service", port)
             relay = self._runtime.relay = Relay(
                 _LOOPBACK,
                 lambda: socket.create_connection((chief, found), group.timeout),
