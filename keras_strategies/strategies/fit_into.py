@@ -303,13 +303,7 @@ def _check_on_workers(strategy: ModelParallelStrategy, choice: TrainingChoice) -
         choice.rematerializes,
         choice.accumulation_steps,
     ]
-    every = workers.group.gather_values("the choice of fit_into", chosen)
-    if any(list(each) != chosen for each in every):
-        raise InvalidArgumentError(
-            f"`fit_into` chose {chosen} on this worker, and on all of them: {every}. "
-            "Give all workers the same `memory` and the same model, or name the layout "
-            "in ks.ModelParallelStrategy."
-        )
+    workers.group.agree("the choice of fit_into", chosen)
 
 
 def _too_little(

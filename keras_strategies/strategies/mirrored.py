@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from keras_strategies.cluster import ClusterResolver
 from keras_strategies.collectives.cross_device_ops import check_cross_device_ops
 from keras_strategies.engines import get_engine
 from keras_strategies.runtime.placement import Placement
@@ -96,8 +95,3 @@ class MirroredStrategy(Strategy):
         super().__init__(placement, cross_device_ops, sync_batch_norm, random_numbers)
         if worker is not None:
             sync_random_numbers(engine, worker.workers.group)
-
-    @property
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """The addresses of the devices' processes; None if there is one process."""
-        return self._cluster_resolver

@@ -207,11 +207,6 @@ class ModelParallelStrategy(Strategy):
         assert mesh is not None
         return mesh
 
-    @property
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """The description of the cluster; None on one machine."""
-        return self._cluster_resolver
-
     def __repr__(self) -> str:
         grid = " x ".join(f"{n} {axis}" for axis, n in self.mesh.sizes.items())
         devices = ", ".join(str(device) for device in self.mesh.own_devices)

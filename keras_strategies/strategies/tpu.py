@@ -144,11 +144,6 @@ class TPUStrategy(Strategy):
             )
         )
 
-    @property
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver of the slice; None on one machine."""
-        return self._cluster_resolver
-
 
 def _cores(
     engine: Engine, assignment: DeviceAssignment | None

@@ -9,7 +9,7 @@ import socket
 
 from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
-from keras_strategies.errors import ClusterError
+from keras_strategies.types import check_count
 
 LOOPBACK = "127.0.0.1"
 #: Below the ports that Linux, macOS and Windows choose by default, and below those of
@@ -68,11 +68,8 @@ class LocalClusterResolver(FixedClusterResolver):
     _environment = "local"
 
     def __init__(self, workers: int = 2, ps: int = 1):
-        if workers < 1 or ps < 0:
-            raise ClusterError(
-                "A local cluster needs at least one worker and zero or more "
-                f"parameter servers. Received: workers={workers}, ps={ps}."
-            )
+        check_count("workers", workers, 1)
+        check_count("ps", ps, 0)
         addresses = free_addresses(1 + workers + ps)
         cluster = {"chief": addresses[:1], "worker": addresses[1 : 1 + workers]}
         if ps:

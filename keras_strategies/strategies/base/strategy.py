@@ -57,6 +57,8 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         random_numbers: `"partitioned"` or `"keras"`, see `MirroredStrategy`.
     """
 
+    _cluster_resolver: ClusterResolver | None = None
+
     def __init__(
         self,
         placement: Placement,
@@ -76,8 +78,8 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The description of the cluster and of this task; None on one machine."""
-        return None
+        """The cluster and the task of this process; None for one process alone."""
+        return self._cluster_resolver
 
     @property
     def num_replicas_in_sync(self) -> int:
