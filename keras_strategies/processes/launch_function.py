@@ -16,6 +16,7 @@ from keras_strategies.processes.keras_import import own_backend
 from keras_strategies.processes.launched_call import (
     CALL,
     CallOutcome,
+    pickled_call,
     result_file,
 )
 from keras_strategies.processes.launched_lead import launched_lead
@@ -74,8 +75,6 @@ def launch(
     ...     return model.fit(x, y).history
     >>> histories = ks.launch(train, workers=2)
     """
-    import cloudpickle
-
     if not callable(function):
         raise InvalidArgumentError(
             "`function` of `launch` must be callable. Received: "
@@ -86,8 +85,7 @@ def launch(
     cluster = LocalCluster(workers, devices_per_worker=devices_per_worker)
     with tempfile.TemporaryDirectory(prefix="keras-strategies-") as name:
         directory = Path(name)
-        call = (function, tuple(args), dict(kwargs or {}))
-        (directory / CALL).write_bytes(cloudpickle.dumps(call))
+        (directory / CALL).write_bytes(pickled_call(function, args, kwargs))
         _run(cluster, directory, timeout_seconds)
         return [
             CallOutcome.of(result_file(directory, i).read_bytes()).value
@@ -131,7 +129,7 @@ def _check(event: Ended, directory: Path) -> None:
     file = result_file(directory, event.task.index)
     outcome = CallOutcome.of(file.read_bytes()) if file.exists() else None
     if outcome is not None:
-        outcome.raise_error(str(event.task))
+        outcome.raise_error()
     if event.code or outcome is None:
         when = "before" if outcome is None else "after"
         raise WorkerError(

@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,7 @@ from typing import Any
 from keras_strategies.cluster.group import uncaught_errors
 from keras_strategies.cluster.group.worker_group import current_group
 from keras_strategies.errors import WorkerError
-from keras_strategies.processes.portable_exceptions import (
-    pickle_exception,
-    unpickle_exception,
-)
+from keras_strategies.processes.portable_exceptions import PortableException
 
 CALL = "call.pickle"
 
@@ -32,18 +30,11 @@ class CallOutcome:
 
     Args:
         value: its return value.
-        pickled_error: bytes, the exception that it raised; empty without one, or
-            where it cannot be sent.
-        traceback: str, the exception's traceback; empty without one.
+        error: `PortableException`, the exception that it raised; None without one.
     """
 
     value: Any = None
-    pickled_error: bytes = b""
-    traceback: str = ""
-
-    def error(self) -> Exception | None:
-        """The exception; None if it cannot be unpickled here."""
-        return unpickle_exception(self.pickled_error)
+    error: PortableException | None = None
 
     @classmethod
     def of(cls, pickled: bytes) -> CallOutcome:
@@ -51,33 +42,40 @@ class CallOutcome:
         found: CallOutcome = pickle.loads(pickled)
         return found
 
-    def raise_error(self, place: str) -> None:
-        """Raises the exception, if there is one, with its traceback as a note.
-
-        Args:
-            place: str, such as `"worker 1"`.
-        """
-        if not self.traceback:
-            return
-        error = self.error() or WorkerError(
-            f"{place} raised an error that cannot be sent to this process."
-        )
-        error.add_note(f"Raised in {place}:\n{self.traceback}")
-        raise error
-
-    @classmethod
-    def of_error(cls, error: BaseException) -> CallOutcome:
-        # Without the first entry, the call in `outcome_of`.
-        trace = error.__traceback__.tb_next if error.__traceback__ else None
-        text = "".join(traceback.format_exception(error.with_traceback(trace)))
-        return cls(pickled_error=pickle_exception(error), traceback=text)
+    def raise_error(self) -> None:
+        """Raises the exception, if there is one, with its traceback as a note."""
+        if self.error is not None:
+            raise self.error.error(WorkerError)
 
 
-def outcome_of(pickled: bytes) -> tuple[bytes, bool]:
+def pickled_call(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> bytes:
+    """A call, pickled for `outcome_of`.
+
+    Raises:
+        WorkerError: if it cannot be pickled.
+    """
+    import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
+    except Exception as error:
+        raise WorkerError(
+            "The function or its arguments cannot be pickled for the workers: "
+            f"{error}. Create objects such as locks and files inside of the function."
+        ) from error
+    return pickled
+
+
+def outcome_of(pickled: bytes, task: str) -> tuple[bytes, bool]:
     """Runs a pickled call; its pickled outcome, and whether it has returned.
 
     Args:
         pickled: bytes, of a function, its arguments and its keyword arguments.
+        task: str, this process in errors, such as `"worker 1"`.
     """
     import cloudpickle
 
@@ -95,12 +93,16 @@ def outcome_of(pickled: bytes) -> tuple[bytes, bool]:
         traceback.print_exc()
         if (group := current_group()) is not None:
             uncaught_errors.record(group, error)
-        return cloudpickle.dumps(CallOutcome.of_error(error)), False
+        # Without the first entry of the traceback, the call here.
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        found = PortableException.of(error.with_traceback(trace), f"in {task}")
+        return cloudpickle.dumps(CallOutcome(error=found)), False
 
 
 def main(directory: str, index: int) -> None:
     """Runs the call as worker `index`; exits with 1 if it raised."""
-    outcome, has_returned = outcome_of((Path(directory) / CALL).read_bytes())
+    pickled = (Path(directory) / CALL).read_bytes()
+    outcome, has_returned = outcome_of(pickled, f"worker {index}")
     file = result_file(Path(directory), index)
     part = file.with_suffix(".part")
     part.write_bytes(outcome)

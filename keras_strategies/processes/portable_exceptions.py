@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def pickle_exception(error: BaseException) -> bytes:
+def _pickled(error: BaseException) -> bytes:
     """Pickles an exception; empty if it cannot be pickled.
 
     An exception that its class does not recreate from `args` is recreated without
@@ -17,7 +17,7 @@ def pickle_exception(error: BaseException) -> bytes:
     found = b""
     for candidate in (error, _Parts(error)):
         pickled = _dumps(candidate)
-        copy = unpickle_exception(pickled)
+        copy = _unpickled(pickled)
         if type(copy) is type(error):
             if _text(copy) == _text(error):
                 return pickled
@@ -25,7 +25,7 @@ def pickle_exception(error: BaseException) -> bytes:
     return found
 
 
-def unpickle_exception(pickled: bytes) -> Exception | None:
+def _unpickled(pickled: bytes) -> Exception | None:
     """Unpickles an exception; None if it cannot be unpickled."""
     try:
         error = pickle.loads(pickled)
@@ -39,7 +39,7 @@ class PortableException:
     """An exception in a message to another process.
 
     Args:
-        pickled: bytes, see `pickle_exception`.
+        pickled: bytes, see `_pickled`.
         text: str, its class and message.
         note: str, its traceback.
     """
@@ -49,7 +49,7 @@ class PortableException:
     note: str
 
     @classmethod
-    def of(cls, error: Exception, place: str) -> PortableException:
+    def of(cls, error: BaseException, place: str) -> PortableException:
         """The message of an exception.
 
         Args:
@@ -58,7 +58,7 @@ class PortableException:
         """
         trace = "".join(traceback.format_exception(error))
         text = f"{type(error).__name__}: {_text(error)}"
-        return cls(pickle_exception(error), text, f"Raised {place}:\n{trace}")
+        return cls(_pickled(error), text, f"Raised {place}:\n{trace}")
 
     def error(self, substitute: type[Exception] = RuntimeError) -> Exception:
         """The exception, with its traceback as a note.
@@ -66,7 +66,7 @@ class PortableException:
         Args:
             substitute: class of the exception if it cannot be pickled.
         """
-        found = unpickle_exception(self.pickled) or substitute(self.text)
+        found = _unpickled(self.pickled) or substitute(self.text)
         found.add_note(self.note)
         return found
 

@@ -6,13 +6,12 @@ import os
 import queue
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from keras_strategies.cluster.environment import QUIET
-from keras_strategies.errors import WorkerError
 from keras_strategies.processes.keras_import import call_with_keras
 from keras_strategies.processes.launched_call import outcome_of
 from keras_strategies.processes.local_cluster import GPUS, LocalTask
@@ -46,7 +45,7 @@ class TaskProcess:
         os.environ.update(environment)
         if self._reserved is not None:
             self._reserved.close()
-        return outcome_of(pickled)[0]
+        return outcome_of(pickled, self._name)[0]
 
     def serve(self, entry: str, arguments: dict[str, Any]) -> None:
         """Calls a function of this package, which serves until the cluster ends.
@@ -182,17 +181,3 @@ def backend_environment() -> dict[str, str]:
 
 def _given(name: str) -> dict[str, str]:
     return {name: os.environ[name]} if name in os.environ else {}
-
-
-def call_pickled(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
-    """A call, pickled for `TaskProcess.call`."""
-    import cloudpickle
-
-    try:
-        pickled: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))
-    except Exception as error:
-        raise WorkerError(
-            "The function or its arguments cannot be pickled for the workers: "
-            f"{error}. Create objects such as locks and files inside of the function."
-        ) from error
-    return pickled

@@ -10,7 +10,7 @@ from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.resolvers.environment import tf_config
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ContextError, InvalidArgumentError
-from keras_strategies.processes.ray.actors import call_pickled
+from keras_strategies.processes.launched_call import pickled_call
 from keras_strategies.processes.ray.connection import connect
 from keras_strategies.processes.ray.task_placement import PLACEMENTS, ClusterPlan
 from keras_strategies.processes.ray.train_context import TrainWorker, is_train_worker
@@ -202,7 +202,7 @@ class RayClusterResolver(ClusterResolver):
                 "of the cluster. Call it in the driver."
             )
         self.connect()
-        pickled = call_pickled(function, args, kwargs)
+        pickled = pickled_call(function, args, kwargs)
         settings = RunSettings(pickled, max_restarts, elastic, timeout_seconds)
         return run_workers(self.plan, settings)
 

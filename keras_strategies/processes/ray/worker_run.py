@@ -40,7 +40,7 @@ class RunSettings:
     """Settings of a run.
 
     Args:
-        pickled: bytes, the call, see `actors.call_pickled`.
+        pickled: bytes, the call, see `launched_call.pickled_call`.
         max_restarts: int, number of restarts of all workers; with `elastic`, of
             workers that are replaced.
         elastic: `Elastic` or None.
@@ -195,7 +195,7 @@ class _Run:
         self._running.discard(task.index)
         self._starts[task.index] = 0
         outcome = None if reply.lost else CallOutcome.of(reply.value)
-        if outcome is not None and not outcome.traceback:
+        if outcome is not None and outcome.error is None:
             self._outcomes[task.index] = outcome
         elif not self._is_elastic(outcome):
             self._fail(reply, outcome)
@@ -206,7 +206,7 @@ class _Run:
         """Whether the others continue without the worker."""
         if self.settings.elastic is None:
             return False
-        return outcome is None or isinstance(outcome.error(), ReplicaError)
+        return outcome is None or _follows_another(outcome)
 
     def _replace(self, reply: Reply, outcome: CallOutcome | None) -> None:
         task = reply.task
@@ -225,7 +225,7 @@ class _Run:
     def _fail(self, reply: Reply, outcome: CallOutcome | None) -> None:
         """Raises the error of the worker that failed, not one that followed it."""
         until = time.monotonic() + _CAUSE_SECONDS
-        while outcome is not None and isinstance(outcome.error(), ReplicaError):
+        while outcome is not None and _follows_another(outcome):
             other = self.actors.next_reply(max(0.0, until - time.monotonic()))
             if other is None:
                 break
@@ -233,11 +233,16 @@ class _Run:
                 reply, outcome = other, None
                 break
             later = CallOutcome.of(other.value)
-            if later.traceback and not isinstance(later.error(), ReplicaError):
+            if later.error is not None and not _follows_another(later):
                 reply, outcome = other, later
         if outcome is None:
             raise _lost(reply)
-        outcome.raise_error(str(reply.task))
+        outcome.raise_error()
+
+
+def _follows_another(outcome: CallOutcome) -> bool:
+    """Whether the failure of another worker has ended a call."""
+    return outcome.error is not None and isinstance(outcome.error.error(), ReplicaError)
 
 
 def _lost(reply: Reply) -> WorkerError:
