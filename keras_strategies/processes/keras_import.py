@@ -26,10 +26,10 @@ def call_with_keras(entry: str, arguments: dict[str, Any]) -> None:
 
 
 def own_backend() -> dict[str, str]:
-    """The environment variable for the backend of this process, if it uses Keras."""
-    if "keras" not in sys.modules:
-        return {}
-    return {"KERAS_BACKEND": sys.modules["keras"].backend.backend()}
+    """The environment variable for the backend of this process, if it is known."""
+    if "keras" in sys.modules:
+        return {"KERAS_BACKEND": sys.modules["keras"].backend.backend()}
+    return {k: text for k, text in os.environ.items() if k == "KERAS_BACKEND"}
 
 
 def _import_keras() -> None:

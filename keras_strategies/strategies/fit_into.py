@@ -22,14 +22,8 @@ from keras_strategies.values import flatten, map_structure
 
 _UNITS = {
     "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+    **{f"{letter}B": 1000**i for i, letter in enumerate("KMGT", 1)},
+    **{f"{letter}IB": 1024**i for i, letter in enumerate("KMGT", 1)},
 }
 #: Accumulation of more steps than this is tried after rematerialization.
 _FEW_STEPS = 4

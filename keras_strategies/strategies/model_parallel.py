@@ -10,7 +10,7 @@ import keras
 
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.communication.communicator import Communicator
-from keras_strategies.devices import Device, as_devices, parse_device
+from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import BackendError, InvalidArgumentError, LayoutError
 from keras_strategies.layouts import (
@@ -33,7 +33,6 @@ from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import (
     choose_devices,
     default_devices,
-    keep_own_accelerator,
 )
 from keras_strategies.strategies.mirrored_processes import join_device_processes
 from keras_strategies.strategies.multi_worker import find_workers
@@ -140,17 +139,9 @@ class ModelParallelStrategy(Strategy):
                 "`allow_unmatched` is for the patterns of a layout map, and "
                 f"{layout_map!r} has none. Omit it."
             )
-        options = CommunicationOptions.parse(
-            communication_options, "communication_options"
-        )
-        if devices is not None:
-            # Before workers connect, so that none waits for this one.
-            check_implementation(options, engine.name, as_devices(devices))
-        else:
-            keep_own_accelerator(engine)
         # Before devices are listed: connecting engines adds those of other workers.
-        resolver, workers = find_workers(
-            engine, cluster_resolver, communication_options
+        resolver, workers, options = find_workers(
+            engine, cluster_resolver, communication_options, devices
         )
         self._cluster_resolver = resolver
         given = getattr(layout_map, "device_mesh", None)

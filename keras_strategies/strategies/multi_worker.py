@@ -122,17 +122,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         check_random_numbers(random_numbers)  # Before workers connect.
         elastic = elastic or _elastic_of_launcher()
         check_cross_device_ops(cross_device_ops)
-        options = CommunicationOptions.parse(
-            communication_options, "communication_options"
-        )
-        if devices is not None:
-            # Before workers connect, so that none waits for this one.
-            check_implementation(options, engine.name, as_devices(devices))
-        else:
-            keep_own_accelerator(engine)
         # Before devices are listed: connecting engines adds those of other workers.
-        resolver, workers = find_workers(
-            engine, cluster_resolver, communication_options, elastic
+        resolver, workers, options = find_workers(
+            engine, cluster_resolver, communication_options, devices, elastic
         )
         self._cluster_resolver = resolver
         replicas: list[Device] = []
@@ -169,25 +161,36 @@ def find_workers(
     engine: Engine,
     cluster_resolver: ClusterResolver | None,
     communication_options: CommunicationOptions | None,
+    devices: Sequence[object] | None,
     elastic: Elastic | None = None,
-) -> tuple[ClusterResolver | None, Communicator | None]:
-    """The resolver, given or from the environment, and the connected workers.
+) -> tuple[ClusterResolver | None, Communicator | None, CommunicationOptions]:
+    """The resolver, given or from the environment, the connected workers, the options.
+
+    Args:
+        engine: the engine.
+        cluster_resolver, communication_options, devices, elastic: as of
+            `MultiWorkerMirroredStrategy`.
 
     Raises:
         ValueError: for arguments of other types, and as `MultiWorkerMirroredStrategy`.
     """
     options = CommunicationOptions.parse(communication_options, "communication_options")
+    if devices is not None:
+        # Before workers connect, so that none waits for this one.
+        check_implementation(options, engine.name, as_devices(devices))
+    else:
+        keep_own_accelerator(engine)
     resolver: ClusterResolver | None
     if cluster_resolver is not None:
         resolver = as_resolver(cluster_resolver, "cluster_resolver")
     else:
         resolver = find_resolver()
     if resolver is None:
-        return None, None
+        return None, None, options
     workers = join_workers(resolver, engine, options, elastic)
     if workers is not None and communication_options is not None:
         workers = workers.with_options(options)
-    return resolver, workers
+    return resolver, workers, options
 
 
 def join_workers(

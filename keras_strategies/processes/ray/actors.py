@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import sys
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from keras_strategies.cluster.environment import QUIET
 from keras_strategies.processes.keras_import import call_with_keras
 from keras_strategies.processes.launched_call import outcome_of
 from keras_strategies.processes.local_cluster import GPUS, LocalTask
@@ -170,14 +168,3 @@ def _reason(error: BaseException) -> str:
 
 def _is_number(line: str) -> bool:
     return line.split(":")[0] in ("class_name", "actor_id", "pid", "namespace", "ip")
-
-
-def backend_environment() -> dict[str, str]:
-    """Environment variables for the backend of this process."""
-    if "keras" not in sys.modules:
-        return {**QUIET, **_given("KERAS_BACKEND")}
-    return {**QUIET, "KERAS_BACKEND": sys.modules["keras"].backend.backend()}
-
-
-def _given(name: str) -> dict[str, str]:
-    return {name: os.environ[name]} if name in os.environ else {}

@@ -10,18 +10,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_strategies.cluster.environment import ELASTIC, RUN_ID
+from keras_strategies.cluster.environment import ELASTIC, QUIET, RUN_ID
 from keras_strategies.cluster.resolvers.environment import tf_config
 from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.errors import ReplicaError, WorkerError
+from keras_strategies.processes.keras_import import own_backend
 from keras_strategies.processes.launched_call import CallOutcome
 from keras_strategies.processes.launched_lead import LaunchedLead
 from keras_strategies.processes.local_cluster import LocalTask
-from keras_strategies.processes.ray.actors import (
-    Reply,
-    TaskActors,
-    backend_environment,
-)
+from keras_strategies.processes.ray.actors import Reply, TaskActors
 from keras_strategies.processes.ray.connection import node_host
 from keras_strategies.processes.ray.task_placement import ClusterPlan, Reservation
 from keras_strategies.types import Elastic
@@ -63,9 +60,10 @@ def run_workers(plan: ClusterPlan, settings: RunSettings) -> list[Any]:
     progress = Progress()
     limit = settings.timeout_seconds
     deadline = None if limit is None else time.monotonic() + limit
+    environment = {**QUIET, **own_backend()}
     with Reservation(plan, tasks) as reservation:
         for restarts in range(settings.max_restarts + 1):
-            with TaskActors(plan, reservation, backend_environment()) as actors:
+            with TaskActors(plan, reservation, environment) as actors:
                 run = _Run(settings, actors, deadline)
                 try:
                     return run.results(tasks)
