@@ -104,8 +104,11 @@ def _shape(variable: Any) -> tuple[int, ...]:
 
 def read_dtype(variable: Any, compute_dtype: str | None) -> torch.dtype:
     """The dtype in which layers read a variable; None for that of the variable."""
-    is_cast = compute_dtype and keras.backend.is_float_dtype(variable.dtype)
-    return getattr(torch, compute_dtype if is_cast else variable.dtype)
+    name = variable.dtype
+    if compute_dtype and keras.backend.is_float_dtype(name):
+        name = compute_dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _values(

@@ -91,9 +91,10 @@ class ReplicaVariables:
 
     def value(self, variable: Any) -> torch.Tensor:
         """The full value of a variable, with its gradient."""
-        raw: torch.Tensor = raw_value(variable)
+        raw: Any = raw_value(variable)
         shards = self._shards_of(raw)
-        return raw if shards is None else shards.value_with_gradient(raw)
+        found: torch.Tensor = raw if shards is None else shards.value_with_gradient(raw)
+        return found
 
     def mirrors(self, variable: Any) -> list[tuple[Device, torch.Tensor]]:
         """The persistent copies on devices other than the variable's."""
