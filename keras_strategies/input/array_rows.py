@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_strategies.communication.communicator import Communicator
+from keras_strategies.errors import WorkerError
 from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.keras_compat.models.input_adapters import batches_adapter
 from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
@@ -30,9 +31,16 @@ def own_array_rows(
         class_weight: dict, as for `fit`.
 
     Raises:
-        ClusterError: if the datasets of workers have other orders or lengths.
+        WorkerError: if the datasets of workers have other orders or lengths.
     """
-    workers.group.agree("the dataset and the passes over it", dataset.order())
+    found = workers.group.gather_values("the rows of a dataset", dataset.order())
+    for other, each in enumerate(found):
+        if each != found[0]:
+            raise WorkerError(
+                f"Workers have different datasets: worker 0 has {_named(found[0])}, "
+                f"worker {other} has {_named(each)}. All workers must make the same "
+                "datasets and iterate over them equally often."
+            )
 
     def own() -> Iterator[WorkerBatch]:
         for indices in dataset.batch_rows():
@@ -48,3 +56,7 @@ def own_array_rows(
 
 def _at(dataset: ArrayDataset, indices: Any, start: int, stop: int) -> Any:
     return dataset.at(indices[start:stop])
+
+
+def _named(order: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in order.items())

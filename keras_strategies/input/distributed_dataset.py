@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -141,9 +140,7 @@ class DistributedDataset:
             size = 0
         if self._feed.is_read_in_turn:
             size = 0  # The prefetch thread would read before its turn.
-        # Not a method, so that the thread holds no reference to this dataset.
-        options = (self._engine, self._feed, where, bool(size))
-        begin = functools.partial(_transfers, *options)
+        begin = _PrefetchedIteration(self._engine, self._feed, where, bool(size))
         return Prefetcher(begin, size) if size else begin()
 
     def _where(self) -> tuple[Device, ...]:
@@ -158,13 +155,25 @@ class DistributedDataset:
         return f"<{type(self).__name__} of {length} batches on {devices}>"
 
 
-def _transfers(
-    engine: Engine, feed: Feed, devices: Sequence[Device], ahead: bool
-) -> Iterator[Callable[[], Any]]:
-    """An iteration over batches, which begins to move each to the devices."""
-    begin = engine.transfers(devices)
-    for parts in feed.steps(keras.ops.is_tensor, ahead):
-        yield begin(parts)
+class _PrefetchedIteration:
+    """Starts an iteration over batches with prefetch to the devices.
+
+    Not a method of a dataset or iterator, so that its thread holds no reference to
+    them.
+    """
+
+    def __init__(
+        self, engine: Engine, feed: Feed, devices: Sequence[Device], ahead: bool
+    ):
+        self._engine = engine
+        self._feed = feed
+        self._devices = devices
+        self._ahead = ahead
+
+    def __call__(self) -> Iterator[Callable[[], Any]]:
+        begin = self._engine.transfers(self._devices)
+        for parts in self._feed.steps(keras.ops.is_tensor, self._ahead):
+            yield begin(parts)
 
 
 class DistributedIterator:

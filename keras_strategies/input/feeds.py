@@ -17,7 +17,7 @@ from keras_strategies.input.batches import (
     take_rows,
     to_host,
 )
-from keras_strategies.input.sources import Source
+from keras_strategies.input.sources import JoinedSource, Source
 
 
 class Feed(abc.ABC):
@@ -130,9 +130,23 @@ class PerReplicaFeed(Feed):
                 check_rows(source.spec(), source.what)
         if len(self._sources) == self._count == 1:
             return self._sources[0]
-        return _JoinedSource(self, self._sources)
+        return JoinedSource(
+            self._sources[0].given,
+            self._global_batches,
+            self.cardinality,
+            self.spec,
+            self._begin,
+        )
 
-    def rounds(self) -> Iterator[list[Any]]:
+    def _begin(self) -> None:
+        for source in self._sources:
+            source.begin()
+
+    def _global_batches(self) -> Iterator[Any]:
+        for rounds in self._rounds():
+            yield join_rows(rounds)
+
+    def _rounds(self) -> Iterator[list[Any]]:
         """The batches of each step, fewer than replicas in the last one."""
         if len(self._sources) == 1:
             batches = self._sources[0].batches()
@@ -157,7 +171,7 @@ class PerReplicaFeed(Feed):
         # One pipeline yields the batches of all replicas, and may reuse their memory
         # within a step, also without prefetching.
         several = self._count > len(self._sources)
-        for found in self.rounds():
+        for found in self._rounds():
             reuses = self._sources[0].may_reuse_memory and (copy or several)
             parts = [to_host(batch, keep, reuses) for batch in found]
             missing = self._count - len(parts)
@@ -178,34 +192,6 @@ class PerReplicaFeed(Feed):
 
     def spec(self) -> Any:
         return self._sources[0].spec()
-
-
-class _JoinedSource(Source):
-    """The global batches of pipelines that replicas read.
-
-    Args:
-        feed: the feed of the replicas.
-        sources: its pipelines.
-    """
-
-    def __init__(self, feed: PerReplicaFeed, sources: Sequence[Source]):
-        super().__init__(sources[0].given)
-        self._feed = feed
-        self._sources = sources
-
-    def read(self) -> Iterator[Any]:
-        return map(join_rows, self._feed.rounds())
-
-    def begin(self) -> None:
-        for source in self._sources:
-            source.begin()
-
-    @property
-    def cardinality(self) -> int | None:
-        return self._feed.cardinality
-
-    def spec(self) -> Any:
-        return self._feed.spec()
 
 
 _streams = itertools.count()

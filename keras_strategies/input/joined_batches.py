@@ -61,7 +61,7 @@ class WorkersSource(Source):
             own = None
             if batch is not None:
                 plan = _plan(batch, arrays, self._own.may_reuse_memory)
-                own = [rows_of(batch), plan]
+                own = [rows_of(batch), _without_rows(plan)]
             found = self._group.gather_values("a batch", own, stream)
             present = {i: each[1] for i, each in enumerate(found) if each is not None}
             if not present:
@@ -110,8 +110,6 @@ def _most(counts: list[int | None]) -> int | None:
 def _plan(value: Any, arrays: list[Any], copy: bool = False) -> Any:
     """The structure of a batch, with dtypes and shapes in the place of its arrays.
 
-    The shapes are those of zero rows.
-
     Args:
         value: the batch.
         arrays: list that gets the arrays, in the memory of the host.
@@ -137,7 +135,7 @@ def _plan(value: Any, arrays: list[Any], copy: bool = False) -> Any:
             "first, for example with keras.layers.StringLookup."
         )
     arrays.append(array.copy() if copy and isinstance(value, np.ndarray) else array)
-    return {"array": [array.dtype.name, [0, *array.shape[1:]]]}
+    return {"array": [array.dtype.name, list(array.shape)]}
 
 
 def _structure(plan: Any, arrays: Iterator[Any]) -> Any:
@@ -164,6 +162,18 @@ def _arrays_of(plan: Any) -> Iterator[tuple[str, list[int]]]:
         return
     for each in value:
         yield from _arrays_of(each[1] if kind == "dict" else each)
+
+
+def _without_rows(plan: Any) -> Any:
+    """The plan for zero rows."""
+    if plan is None:
+        return None
+    [(kind, value)] = plan.items()
+    if kind == "array":
+        return {kind: [value[0], [0, *value[1][1:]]]}
+    if kind == "dict":
+        return {kind: [[key, _without_rows(each)] for key, each in value]}
+    return {kind: [_without_rows(each) for each in value]}
 
 
 def _common_plan(plans: dict[int, Any]) -> Any:

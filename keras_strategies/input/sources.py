@@ -107,10 +107,14 @@ class Source(abc.ABC):
         """The number of batches; None where it is unknown or without end."""
         return None
 
+    @abc.abstractmethod
     def spec(self) -> Any:
-        """Shapes and dtypes, with open rows, by default those of the first batch.
+        """Shapes and dtypes, with open rows."""
 
-        The next pass yields it too: input may be readable only once.
+    def _spec_of_first_batch(self) -> Any:
+        """Those of the first batch; the next pass yields it too.
+
+        Input may be readable only once.
         """
         batches = self.batches()
         first = list(itertools.islice(batches, 1))
@@ -126,6 +130,7 @@ class Source(abc.ABC):
         """Whether elements are batches, if that is known before they are read."""
         return True
 
+    @abc.abstractmethod
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         """The input of Keras's `fit`, `evaluate` and `predict` for this source.
 
@@ -133,7 +138,6 @@ class Source(abc.ABC):
             class_weight: dict, as for `fit`. Keras applies it to the user's dataset;
                 adapters that are made here must apply it themselves.
         """
-        return batches_adapter(self.batches, self.cardinality, class_weight, self.begin)
 
 
 class TfDataSource(Source):
@@ -219,14 +223,14 @@ class LoaderSource(Source):
         # As if it had not been read: one of the workers may ask alone.
         first = loader_rows.first_batch(self.given)
         if first is None:
-            return super().spec()
+            return self._spec_of_first_batch()
         check_rows(first, self.what)
         return leaf_specs(first)
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         if self._peeked is None and not is_read_for_shapes(self.given):
             return self.given
-        return super().model_input(class_weight)
+        return batches_adapter(self.batches, self.cardinality, class_weight)
 
 
 class PyDatasetSource(Source):
@@ -245,6 +249,9 @@ class PyDatasetSource(Source):
     @property
     def cardinality(self) -> int | None:
         return self.given.num_batches
+
+    def spec(self) -> Any:
+        return self._spec_of_first_batch()
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         return self.given
@@ -276,23 +283,34 @@ class ArraySource(Source):
     def spec(self) -> Any:
         return leaf_specs(self.given.arrays)
 
+    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
+        return batches_adapter(self.batches, self.cardinality, class_weight)
+
 
 class IterableSource(Source):
     """Any iterable of batches."""
 
     may_reuse_memory = True
-    # Whether the only pass over an iterator has begun.
-    _is_used = False
+
+    def __init__(self, given: Iterable[Any]):
+        super().__init__(given)
+        # Set for an iterator, which can be read only once.
+        self._remaining: Iterator[Any] | None = None
+        self._is_used = False
+        if isinstance(given, Iterator):
+            self._remaining = given
 
     def read(self) -> Iterator[Any]:
+        if self._remaining is None:
+            return iter(self.given)
         if self._is_used:
             raise InputError(
                 f"{self.what} can be iterated once and is exhausted. To iterate "
                 "again, pass a list, a dataset, or an object with an `__iter__` that "
                 "returns a new iterator."
             )
-        self._is_used = isinstance(self.given, Iterator)
-        return iter(self.given)
+        self._is_used = True
+        return self._remaining
 
     @property
     def has_rows(self) -> bool:
@@ -304,15 +322,63 @@ class IterableSource(Source):
     def cardinality(self) -> int | None:
         return length_of(self.given)
 
-    @functools.cached_property
-    def _only_pass(self) -> Iterator[Any]:
-        return (batch for batch in self.batches())
+    def spec(self) -> Any:
+        if self._remaining is None:
+            return self._spec_of_first_batch()
+        # Read, and put back for the iteration.
+        first = list(itertools.islice(self.batches(), 1))
+        self._is_used = False
+        self._remaining = itertools.chain(first, self._remaining)
+        if not first:
+            return self._spec_of_first_batch()
+        return leaf_specs(first[0])
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
-        if isinstance(self.given, Iterator):
-            # Keras continues a generator in the next epoch, and so must this one.
-            return self._only_pass
-        return super().model_input(class_weight)
+        if self._remaining is None:
+            return batches_adapter(self.batches, self.cardinality, class_weight)
+        # Keras continues a generator in the next epoch, and so must this one.
+        rest = self._remaining
+
+        def checked() -> Iterator[Any]:
+            for batch in rest:
+                check_rows(batch, self.what)
+                yield batch
+
+        return checked()
+
+
+class JoinedSource(Source):
+    """The global batches of a dataset that has a part for each replica."""
+
+    def __init__(
+        self,
+        given: Any,
+        read: Callable[[], Iterator[Any]],
+        cardinality: int | None,
+        spec: Callable[[], Any],
+        begin: Callable[[], None],
+    ):
+        super().__init__(given)
+        self._read = read
+        self._cardinality = cardinality
+        self._spec = spec
+        self._begin = begin
+
+    def read(self) -> Iterator[Any]:
+        return self._read()
+
+    def begin(self) -> None:
+        self._begin()
+
+    @property
+    def cardinality(self) -> int | None:
+        return self._cardinality
+
+    def spec(self) -> Any:
+        return self._spec()
+
+    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
+        return batches_adapter(self.batches, self.cardinality, class_weight, self.begin)
 
 
 def source_of_elements(dataset: Any) -> Source:
