@@ -131,6 +131,7 @@ class LayerCallDriver(abc.ABC):
     def executor(self, plan: SplitPlan) -> ReplicaExecutor:
         """The replicas that have rows in a call."""
 
+    @abc.abstractmethod
     def unsplit(
         self,
         layer: Any,
@@ -139,7 +140,6 @@ class LayerCallDriver(abc.ABC):
         kwargs: dict[str, Any],
     ) -> Any:
         """Calls a layer that is not split."""
-        return call(*args, **kwargs)
 
     def why_unsplit(self, layer: Any, proof: RowProof | None) -> str:
         """Why calls of a layer are not split, whatever its operations are.

@@ -56,6 +56,15 @@ class TensorFlowLayerCalls(LayerCallDriver):
     def executor(self, plan: SplitPlan) -> CallInLockstep:
         return CallInLockstep(plan, self._engine)
 
+    def unsplit(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        return call(*args, **kwargs)
+
     @contextlib.contextmanager
     def tracing(self, note: Callable[[str], None]) -> Iterator[None]:
         # Constants have values, also while a program is traced.
