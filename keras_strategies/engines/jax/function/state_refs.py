@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax import numpy as jnp
@@ -17,9 +17,6 @@ from keras_strategies.keras_compat.variables.values import (
 )
 from keras_strategies.runtime.drivers import RunDriver
 from keras_strategies.runtime.state import run_state
-
-if TYPE_CHECKING:
-    from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 
 
 class StateRef(abc.ABC):
@@ -128,8 +125,8 @@ class ProgramDriver(RunDriver):
 
     @property
     @abc.abstractmethod
-    def program_sharding(self) -> ProgramSharding:
-        """Shardings of programs that use the strategy's variables."""
+    def program_sharding(self) -> Any:
+        """`ProgramSharding` of programs that use the strategy's variables."""
 
     @property
     @abc.abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,9 +13,6 @@ from keras_strategies.engines.torch.compat import local_shard
 from keras_strategies.engines.torch.model_parallel.shards import is_sharded, layout_of
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.variables.values import raw_value
-
-if TYPE_CHECKING:
-    from keras_strategies.engines.torch.model_parallel.call_weights import CallWeights
 
 #: The full value of each variable of a pack, by its `id`.
 PackValues = dict[int, torch.Tensor]
@@ -92,6 +89,13 @@ class Pass:
     is_backward: bool
 
 
+class Holder(Protocol):
+    """What has values of packs in memory."""
+
+    def free(self) -> None:
+        """Frees them."""
+
+
 class LayerPacks:
     """The packs that calls of a layer read.
 
@@ -129,13 +133,13 @@ class WeightPacks:
         self._layers: weakref.WeakKeyDictionary[Any, LayerPacks] = (
             weakref.WeakKeyDictionary()
         )
-        self._holder: CallWeights | None = None
+        self._holder: Holder | None = None
 
     def of_layer(self, layer: Any) -> LayerPacks:
         """The packs of a layer that is called."""
         return self._layers.setdefault(layer, LayerPacks())
 
-    def let_hold(self, holder: CallWeights) -> None:
+    def let_hold(self, holder: Holder) -> None:
         """Lets a call have values in memory; those of another one are freed."""
         if self._holder is not holder:
             if self._holder is not None:
