@@ -1,11 +1,13 @@
-"""Operations that fail on zero rows, random operations and their seeds."""
+"""Operations that fail on zero rows, random operations and their seeds, shapes."""
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.ops import (
     gen_nn_ops,
@@ -140,3 +142,24 @@ def operation_seeds() -> random.Random:
     """The generator of seeds for operations, after `tf.random.set_seed`."""
     generator: random.Random = runtime()._rng
     return generator
+
+
+#: Calls between `tf.shape` and the conversion of its argument, at most.
+_CALLS_OF_CONVERSION = 14
+_OF_SHAPE = inspect.unwrap(tf.shape).__code__
+
+
+def is_read_for_shape() -> bool:
+    """Whether the method that calls this converts a tensor for `tf.shape`.
+
+    TensorFlow converts the argument first, and has no other way for a class of tensors
+    to give its shape.
+    """
+    frame = inspect.currentframe()
+    for _ in range(_CALLS_OF_CONVERSION):
+        if frame is None:
+            return False
+        if frame.f_code is _OF_SHAPE:
+            return True
+        frame = frame.f_back
+    return False

@@ -15,6 +15,7 @@ from keras_strategies.engines.tensorflow.compat.gradients import (
     with_gradient,
     without_recording,
 )
+from keras_strategies.engines.tensorflow.compat.operations import is_read_for_shape
 from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
     custom_gradient,
 )
@@ -108,7 +109,19 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
     # What TensorFlow asks of a tensor.
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
+        if is_read_for_shape() and self.parts is not None:
+            # Keras's steps have the number of rows from the shape of `x`.
+            return self._of_this_shape()
         return self.joined().__tf_tensor__(dtype, name)
+
+    def _of_this_shape(self) -> Any:
+        """A tensor of this shape, without the rows."""
+        with without_recording():
+            rows = tf.convert_to_tensor(self.rows, tf.int32)
+            shape = tf.concat([[rows], tf.shape(self._parts[0])[1:]], 0)
+            found = tf.broadcast_to(tf.zeros([], tf.bool), shape)
+        found.set_shape(self._static_shape)
+        return found
 
     @property
     def dtype(self) -> Any:
@@ -154,16 +167,6 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
     def _id(self) -> Any:
         # Tapes know tensors by it.
         return tape_id(self._of_tapes)
-
-
-@tf.experimental.dispatch_for_api(tf.shape, {"input": TensorFlowRowParts})
-def _shape(input: TensorFlowRowParts, out_type: Any = None) -> Any:
-    """`tf.shape` without the rows: Keras's steps weight losses by that of `x`."""
-    if input.parts is None:
-        return tf.shape(input.joined(), out_type)
-    with without_recording():
-        rest = tf.shape(input.parts[0], out_type)[1:]
-        return tf.concat([[tf.cast(input.rows, rest.dtype)], rest], 0)
 
 
 def own_rows(row_split: RowSplit, tensor: Any) -> Any:
