@@ -78,7 +78,7 @@ def _padded(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         rows = tensor.shape[0]
         count = 0 if rows == 0 else tf.shape(tensor)[0]
-        [given[rows_of]] = _with_a_row([tensor])
+        [given[rows_of]] = _with_a_row([tensor], rows)
         if "input_sizes" in given:
             sizes = tf.convert_to_tensor(given["input_sizes"])
             given["input_sizes"] = tf.concat([tf.maximum(sizes[:1], 1), sizes[1:]], 0)
@@ -114,7 +114,7 @@ def call_with_a_row(
         return call(*args, **kwargs)
     batched = [t for t in tensors if t.shape.rank and t.shape[0] == rows]
     masks = [get_mask(tensor) for tensor in batched]
-    filled = iter(_with_a_row([*batched, *(m for m in masks if m is not None)]))
+    filled = iter(_with_a_row([*batched, *(m for m in masks if m is not None)], rows))
     instead = {id(tensor): next(filled) for tensor in batched}
     for tensor, mask in zip(batched, masks, strict=True):
         if mask is not None:
@@ -133,13 +133,20 @@ def _needs_a_row(layer: Any) -> bool:
     return isinstance(layer, _RAISING_LAYERS)
 
 
-def _with_a_row(tensors: list[Any]) -> list[Any]:
+def _with_a_row(tensors: list[Any], rows: int | None) -> list[Any]:
     """The tensors with a row of zeros each if they have none."""
-    missing = tf.maximum(1 - tf.shape(tensors[0])[0], 0)
-    return [
-        tf.pad(tensor, [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1))
-        for tensor in tensors
-    ]
+
+    def fill() -> list[Any]:
+        return [
+            tf.pad(tensor, [[0, 1]] + [[0, 0]] * (tensor.shape.rank - 1))
+            for tensor in tensors
+        ]
+
+    if rows == 0:
+        return fill()
+    has_rows = tf.shape(tensors[0])[0] > 0
+    found = tf.cond(has_rows, lambda: [tf.identity(t) for t in tensors], fill)
+    return list(found)
 
 
 def _first_rows(output: Any, count: Any) -> Any:
