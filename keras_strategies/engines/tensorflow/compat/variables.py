@@ -1,4 +1,4 @@
-"""Subclasses of variables."""
+"""Subclasses of variables, and variables as arguments of traces."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tensorflow.python.ops import (
     resource_variable_ops,
 )
 
+from keras_strategies.engines.tensorflow.compat.gradients import tape_id
 from keras_strategies.keras_compat.private_names import Private
 
 _PYTHON = "tensorflow.python"
@@ -20,6 +21,7 @@ PRIVATE_NAMES = (
         (
             "ResourceVariable",
             "UninitializedVariable",
+            "VariableSpec",
             "_UnreadVariable",
             "variable_accessed",
         ),
@@ -38,6 +40,7 @@ PRIVATE_NAMES = (
         ),
         "Reads and assignments of mirrored and sharded variables.",
     ),
+    Private(f"{_VARIABLES}.VariableSpec", ("_component_specs",), "Their trace types."),
 )
 
 
@@ -187,3 +190,19 @@ class UnreadVariable(resource_variable_ops._UnreadVariable):  # type: ignore[mis
             parent_op=operation,
             unique_id=variable._unique_id,
         )
+
+
+def handle_alias(variable: Any, context: Any) -> Any:
+    """The number of a variable's handle among the arguments of a trace.
+
+    Args:
+        variable: the variable.
+        context: a `tf.types.experimental.TracingContext`.
+    """
+    return context.alias_global_id(tape_id(variable.handle))
+
+
+def handle_specs(alias: Any) -> list[Any]:
+    """The specifications of a variable's tensors as an argument of a trace."""
+    spec = resource_variable_ops.VariableSpec([], alias_id=alias)
+    return list(spec._component_specs)

@@ -8,7 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.compat.variables import ResourceVariable
+from keras_strategies.engines.tensorflow.compat.variables import (
+    ResourceVariable,
+    handle_alias,
+    handle_specs,
+)
 
 
 class CapturedVariable(ResourceVariable):
@@ -28,15 +32,17 @@ class CapturedVariable(ResourceVariable):
         raise NotImplementedError
 
     def __tf_tracing_type__(self, context: Any) -> _Identity:
-        return _Identity(self)
+        return _Identity(self, handle_alias(self, context))
 
 
 class _Identity(tf.types.experimental.TraceType):  # type: ignore[misc]
     """Trace type of such a variable: a trace is for this variable only."""
 
-    def __init__(self, variable: CapturedVariable):
+    def __init__(self, variable: CapturedVariable, alias: Any):
         self._variable = weakref.ref(variable)
         self._id = id(variable)
+        # Equal for all arguments of a call that are the same variable.
+        self._alias = alias
 
     def is_subtype_of(self, other: Any) -> bool:
         return self == other
@@ -45,7 +51,18 @@ class _Identity(tf.types.experimental.TraceType):  # type: ignore[misc]
         return self if all(self == other for other in others) else None
 
     def placeholder_value(self, placeholder_context: Any) -> Any:
-        return self._variable()
+        variable = self._variable()
+        assert variable is not None
+        if not placeholder_context.unnest_only:
+            # TensorFlow expects the handle of an argument among the captures.
+            placeholder_context.context_graph.capture(variable.handle)
+        return variable
+
+    def to_tensors(self, value: Any) -> list[Any]:
+        return [value.handle]
+
+    def flatten(self) -> list[Any]:
+        return handle_specs(self._alias)
 
     def cast(self, value: Any, cast_context: Any) -> Any:
         return value
@@ -54,4 +71,8 @@ class _Identity(tf.types.experimental.TraceType):  # type: ignore[misc]
         return hash(self._id)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._variable() is other._variable()
+        return (
+            isinstance(other, _Identity)
+            and self._variable() is other._variable()
+            and self._alias == other._alias
+        )
