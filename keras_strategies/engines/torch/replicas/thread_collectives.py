@@ -210,6 +210,13 @@ class ThreadCollectives(ReplicaCollectives):
         number = self._next(replica)
         return list(_AllReduce.apply(self, replica, number, op, *tensors))
 
+    def total(self, replica: int, number: int | float) -> int | float | None:
+        if self.replica_set.workers is not None:
+            return None
+        number_of_call = self._next(replica)
+        kind = "all_reduce of a number"
+        return sum(self.exchange(replica, number_of_call, kind, number))
+
     def all_gather(
         self,
         replica: int,
