@@ -38,7 +38,7 @@ class WorkerSums:
     packs in the same order, in whatever order gradients are computed. The gradients of
     a single replica are moved to their pack when they are computed, so that both are
     never in memory, as with DDP's `gradient_as_bucket_view`. The last pack is sent
-    after the backward pass.
+    after the backward pass, with all of its gradients moved at once.
 
     A context manager around the backward pass.
 
@@ -133,20 +133,18 @@ class WorkerSums:
             hook.remove()
 
     def _hook(self, i: int, replica_id: int) -> Callable[[torch.Tensor], Any]:
-        def arrived(gradient: torch.Tensor) -> torch.Tensor:
+        def arrived(gradient: torch.Tensor) -> torch.Tensor | None:
             with self._lock:
                 pack = self._pack_of[i]
-                kept = gradient
-                if self._is_alone and gradient.layout is torch.strided:
-                    kept = pack.move(i, gradient)
-                self._found[i][replica_id] = kept
+                placed = pack.place(i, gradient) if self._is_alone else None
+                self._found[i][replica_id] = gradient if placed is None else placed
                 pack.awaited -= 1
                 while (
                     self._count < len(self._packs) - 1
                     and not self._packs[self._count].awaited
                 ):
                     self._send()
-                return kept
+                return placed
 
         return arrived
 
@@ -165,7 +163,8 @@ class WorkerSums:
             pack.put(i, total)
         if pack.flags:
             self._flags = [float(bool(_present(self._found[i]))) for i in self._order]
-        pack.begin(self._workers, self._flags)
+            pack.put_flags(self._flags)
+        pack.begin(self._workers)
         if self._shards is not None and self._count:
             # The gradients of one pack are in memory while another one is sent.
             self._packs[self._count - 1].finish()
@@ -273,56 +272,77 @@ class GradientPack:
         # The places of the variables whose gradients have arrived.
         self._arrived: set[int] = set()
 
-    def _reserve(self) -> torch.Tensor:
-        """Reserves the message, which is freed when it is sent."""
-        first = self._tensors[self.members[0]]
-        # Half precision is summed in float32.
-        like = torch.empty(0, dtype=first.dtype, device=first.device)
-        flat = torch.empty(
-            (self._parts, sum(self._sizes) + self.flags),
-            dtype=self._ops.widened(like).dtype,
-            device=like.device,
-        )
-        parts = flat[:, : sum(self._sizes)].split(self._sizes, 1)
-        for (i, shape), part in zip(self._shapes.items(), parts, strict=True):
-            layout = self._layouts.get(i)
-            self._views[i] = part.view(shape) if layout is None else layout.split(part)
-        return flat
+    @property
+    def flat(self) -> torch.Tensor:
+        """The message, of shape `(parts, numbers)`, which is freed when it is sent."""
+        if self._flat is None:
+            first = self._tensors[self.members[0]]
+            # Half precision is summed in float32.
+            like = torch.empty(0, dtype=first.dtype, device=first.device)
+            self._flat = torch.empty(
+                (self._parts, sum(self._sizes) + self.flags),
+                dtype=self._ops.widened(like).dtype,
+                device=like.device,
+            )
+            parts = self._flat[:, : sum(self._sizes)].split(self._sizes, 1)
+            for (i, shape), part in zip(self._shapes.items(), parts, strict=True):
+                layout = self._layouts.get(i)
+                self._views[i] = (
+                    part.view(shape) if layout is None else layout.split(part)
+                )
+        return self._flat
+
+    def _view(self, i: int) -> torch.Tensor:
+        """The place of a gradient in the message."""
+        if self._flat is None:
+            assert self.flat is not None
+        return self._views[i]
 
     def missing(self) -> list[int]:
         """The places of the variables without a gradient in the pack."""
         return [i for i in self.members if i not in self._arrived]
 
-    def move(self, i: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Moves a gradient to the pack; returns zeros without memory in its place."""
+    def place(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Moves a gradient to the pack.
+
+        Returns:
+            Its new place, with which its old one is free; None, without a change, if it
+            is of another dtype or device, or sparse. Where the pack is of shards, a
+            tensor without memory.
+        """
+        is_dense = gradient.layout is torch.strided
+        if self._shards is not None and is_dense:
+            self.put(i, gradient)
+            if self._zero is None or self._zero.dtype != gradient.dtype:
+                self._zero = gradient.new_zeros(())
+            return self._zero.expand(gradient.shape)
+        flat = self.flat
+        if not is_dense or (gradient.dtype, gradient.device) != (
+            flat.dtype,
+            flat.device,
+        ):
+            return None
         self.put(i, gradient)
-        if self._zero is None or self._zero.dtype != gradient.dtype:
-            self._zero = gradient.new_zeros(())
-        return self._zero.expand(gradient.shape)
+        return self._view(i)
 
     def put(self, i: int, total: torch.Tensor | None) -> None:
         """Writes a gradient of this worker, None for zeros, into the pack."""
-        if self._flat is None:
-            self._flat = self._reserve()
-        place = self._views[i]
+        place = self._view(i)
         self._arrived.add(i)
         if total is None:
             place.zero_()
         else:
             place.copy_(total.to_dense().view(place.shape))
 
-    def begin(self, workers: TorchCommunicator, flags: Sequence[float]) -> None:
-        """Begins to send the pack, when all gradients were put.
+    def put_flags(self, flags: Sequence[float]) -> None:
+        """Writes the flags of this worker."""
+        flat = self.flat
+        own = torch.tensor(flags, dtype=flat.dtype)
+        flat[:, -self.flags :] = moved(own, flat.device)
 
-        Args:
-            workers: the workers.
-            flags: those of this worker, if they are sent with this pack.
-        """
-        flat = self._flat
-        assert flat is not None
-        if self.flags:
-            own = torch.tensor(flags, dtype=flat.dtype)
-            flat[:, -self.flags :] = moved(own, flat.device)
+    def begin(self, workers: TorchCommunicator) -> None:
+        """Begins to send the pack."""
+        flat = self.flat
         if self._shards is None:
             self._own = flat[0]
             self._wait = workers.start_all_reduce(ReduceOp.SUM, flat)
