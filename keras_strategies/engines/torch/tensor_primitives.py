@@ -14,6 +14,7 @@ from keras_strategies.engines.torch.data_parallel.row_parts import (
     row_parts,
 )
 from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.memory_formats import in_format_of
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.replicas.replica_set import RowSplit
@@ -67,7 +68,7 @@ class TorchPrimitives(TensorPrimitives):
         return tensor.movedim(source, destination)
 
     def reduce(self, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _REDUCTIONS[op](torch.stack(list(tensors)))
+        return in_format_of(_REDUCTIONS[op](torch.stack(list(tensors))), tensors[0])
 
     def add(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         total = tensors[0]

@@ -27,6 +27,11 @@ from keras_strategies.engines.torch.compat import (
 )
 from keras_strategies.engines.torch.gloo_waits import keep_to_the_end, wait_for
 from keras_strategies.engines.torch.host_staging import gloo_for
+from keras_strategies.engines.torch.memory_formats import (
+    axis_order,
+    in_axis_order,
+    in_format_of,
+)
 from keras_strategies.engines.torch.nccl_works import (
     NcclWorks,
     check_own_gpus,
@@ -400,7 +405,7 @@ class TorchCommunicator(Communicator):
         if any(count < most for count in rows):
             pairs = zip(joined.split(most), rows, strict=True)
             joined = torch.cat([part[:count] for part, count in pairs])
-        return joined.to(kind)
+        return in_format_of(joined.to(kind), tensor)
 
     def broadcast(
         self, tensors: Sequence[torch.Tensor], source: int = 0
@@ -421,7 +426,7 @@ class Pack:
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         # Without the tensors, which are freed.
-        self._shapes = [tensor.shape for tensor in tensors]
+        self._like = [(t.shape, t.numel(), axis_order(t)) for t in tensors]
         self._dtype = tensors[0].dtype
         carrier = _CARRIERS.get(self._dtype)
         with torch.no_grad():
@@ -431,12 +436,15 @@ class Pack:
             self.flat = torch.cat(flat)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors, as views of the flat one, or of a copy in their dtype."""
-        sizes = [shape.numel() for shape in self._shapes]
-        parts = self.flat.to(self._dtype).split(sizes)
-        return [
-            part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)
+        """The tensors, as views of the flat one, or copies in their memory formats."""
+        parts = self.flat.split([size for _, size, _ in self._like])
+        found = [
+            in_axis_order(part.view(shape), order)
+            for part, (shape, _, order) in zip(parts, self._like, strict=True)
         ]
+        if self.flat.dtype != self._dtype:
+            found = [part.to(self._dtype) for part in found]
+        return found
 
 
 def _served_store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:

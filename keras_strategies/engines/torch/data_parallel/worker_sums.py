@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keras_strategies.engines.torch.devices import moved
+from keras_strategies.engines.torch.memory_formats import (
+    axis_order,
+    axis_orders,
+    in_axis_order,
+)
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     GradientTarget,
@@ -159,11 +163,14 @@ class WorkerSums:
                 [self._targets[i] for i in left],
                 [self._found[i] for i in left],
             )
-        for i, total in zip(left, own, strict=True):
-            pack.put(i, total)
+        flags: list[float] = []
         if pack.flags:
-            self._flags = [float(bool(_present(self._found[i]))) for i in self._order]
-            pack.put_flags(self._flags)
+            flags = [
+                float(first is not None or bool(_present(others)))
+                for first, *others in map(self._found.__getitem__, self._order)
+            ]
+            self._flags = flags
+        pack.put_all(left, own, flags)
         pack.begin(self._workers)
         if self._shards is not None and self._count:
             # The gradients of one pack are in memory while another one is sent.
@@ -269,8 +276,8 @@ class GradientPack:
         # The part of this worker, of shape `(numbers,)`.
         self._own: torch.Tensor | None = None
         self._wait: Callable[[], None] | None = None
-        # The places of the variables whose gradients have arrived.
-        self._arrived: set[int] = set()
+        # The axes in memory of the gradients that have arrived.
+        self._orders: dict[int, list[int] | None] = {}
 
     @property
     def flat(self) -> torch.Tensor:
@@ -300,7 +307,7 @@ class GradientPack:
 
     def missing(self) -> list[int]:
         """The places of the variables without a gradient in the pack."""
-        return [i for i in self.members if i not in self._arrived]
+        return [i for i in self.members if i not in self._orders]
 
     def place(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Moves a gradient to the pack.
@@ -325,20 +332,59 @@ class GradientPack:
         self.put(i, gradient)
         return self._view(i)
 
+    def put_all(
+        self,
+        members: Sequence[int],
+        totals: Sequence[torch.Tensor | None],
+        flags: Sequence[float],
+    ) -> None:
+        """Writes gradients as `put` does, and the flags of this worker.
+
+        Those of a whole pack are joined in one operation.
+        """
+        if len(members) == len(self.members) and self._join(totals, flags):
+            return
+        for i, total in zip(members, totals, strict=True):
+            self.put(i, total)
+        if self.flags:
+            flat = self.flat
+            flat[:, -self.flags :] = torch.tensor(flags, dtype=flat.dtype)
+
+    def _join(
+        self, totals: Sequence[torch.Tensor | None], flags: Sequence[float]
+    ) -> bool:
+        """Makes the message of all gradients, if these are as it needs them."""
+        first = self._tensors[self.members[0]]
+        kind, device = self._ops.widened(first.detach()[:0]).dtype, first.device
+        found: list[torch.Tensor] = []
+        for total in totals:
+            if (
+                self._shards is not None
+                or total is None
+                or total.layout is not torch.strided
+                or total.dtype != kind
+                or total.device != device
+            ):
+                return False
+            found.append(total)
+        parts = [total.reshape(-1) for total in found]
+        if flags:
+            parts.append(torch.tensor(flags, dtype=kind, device=device))
+        self._flat = torch.cat(parts).unsqueeze(0)
+        self._orders = dict(zip(self.members, axis_orders(found), strict=True))
+        return True
+
     def put(self, i: int, total: torch.Tensor | None) -> None:
         """Writes a gradient of this worker, None for zeros, into the pack."""
         place = self._view(i)
-        self._arrived.add(i)
+        self._orders[i] = None
         if total is None:
             place.zero_()
+        elif self._shards is None:
+            place.copy_(total)
+            self._orders[i] = axis_order(total)
         else:
             place.copy_(total.to_dense().view(place.shape))
-
-    def put_flags(self, flags: Sequence[float]) -> None:
-        """Writes the flags of this worker."""
-        flat = self.flat
-        own = torch.tensor(flags, dtype=flat.dtype)
-        flat[:, -self.flags :] = moved(own, flat.device)
 
     def begin(self, workers: TorchCommunicator) -> None:
         """Begins to send the pack."""
@@ -364,13 +410,20 @@ class GradientPack:
         return found
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """The gradients, as views of the pack; those of this worker's shards."""
+        """The gradients, as views of the pack, or copies in their memory formats.
+
+        Of variables in shards those of this worker's shards.
+        """
         assert self._own is not None
         parts = self._own[: sum(self._sizes)].split(self._sizes)
-        return {
+        found = {
             i: part.view(shape)
             for (i, shape), part in zip(self._shapes.items(), parts, strict=True)
         }
+        for i, order in self._orders.items():
+            if order is not None:
+                found[i] = in_axis_order(found[i], order)
+        return found
 
     def gradient(self, i: int, own: torch.Tensor) -> Any:
         """The gradient of a variable from what this worker has of it."""

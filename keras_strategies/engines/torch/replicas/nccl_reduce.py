@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.cuda import nccl
 
+from keras_strategies.engines.torch.memory_formats import in_format_of
 from keras_strategies.types import ReduceOp
 
 # The numbers of `ncclRedOp_t`.
@@ -39,4 +40,5 @@ def nccl_all_reduce(
     if op is ReduceOp.MEAN:
         for output in outputs:
             output.div_(len(outputs))
-    return outputs
+    pairs = zip(outputs, tensors, strict=True)
+    return [in_format_of(output, tensor) for output, tensor in pairs]
