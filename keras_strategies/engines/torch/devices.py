@@ -39,7 +39,9 @@ class DeviceName(str):
         return str.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
-        return not self == other
+        if isinstance(other, torch.device):
+            return other != self._device
+        return str.__ne__(self, other)
 
     __hash__ = str.__hash__
 

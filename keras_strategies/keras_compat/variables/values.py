@@ -78,7 +78,8 @@ class IdMap(Generic[T]):
                 yield key
 
     def __contains__(self, key: Any) -> bool:
-        return self.get(key) is not None
+        found = self._found.get(id(key))
+        return found is not None and found[0]() is key
 
 
 class IdSet(IdMap[bool]):

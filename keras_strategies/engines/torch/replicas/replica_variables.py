@@ -74,27 +74,24 @@ class ReplicaVariables:
             return contextlib.nullcontext()
         return self.shards.in_step()
 
-    def _shards_of(self, tensor: Any) -> PackedWeights | None:
-        """What gathers a tensor; None if each worker has all of it."""
-        shards = self.shards
-        return shards if shards is not None and shards.is_in_shards(tensor) else None
-
     def with_shards(self, gradient: torch.Tensor, raw: Any) -> torch.Tensor:
         """A gradient as the tensor of a variable has it, which may be in shards."""
-        shards = self._shards_of(raw)
-        return gradient if shards is None else shards.shards_of(gradient, raw)
+        if self.shards is None or not self.shards.is_in_shards(raw):
+            return gradient
+        return self.shards.shards_of(gradient, raw)
 
     def without_shards(self, tensor: Any) -> Any:
         """The full tensor of one that may be in shards."""
-        shards = self._shards_of(tensor)
-        return tensor if shards is None else shards.full(tensor)
+        if self.shards is None or not self.shards.is_in_shards(tensor):
+            return tensor
+        return self.shards.full(tensor)
 
     def value(self, variable: Any) -> torch.Tensor:
         """The full value of a variable, with its gradient."""
         raw: Any = raw_value(variable)
-        shards = self._shards_of(raw)
-        found: torch.Tensor = raw if shards is None else shards.value_with_gradient(raw)
-        return found
+        if self.shards is not None and self.shards.is_in_shards(raw):
+            raw = self.shards.value_with_gradient(raw)
+        return raw  # type: ignore[no-any-return]
 
     def mirrors(self, variable: Any) -> list[tuple[Device, torch.Tensor]]:
         """The persistent copies on devices other than the variable's."""
