@@ -104,12 +104,8 @@ INTRUSIONS = (
     Intrusion(
         "engines.tensorflow.replicas.lockstep_replicas",
         "text",
-        "TensorFlow's error for replicas that make different collective calls.",
-    ),
-    Intrusion(
-        "engines.tensorflow.replicas.replica_run",
-        "text",
-        "TensorFlow's advice to run its strategies in a `tf.function` is not ours.",
+        "TensorFlow's error for replicas that make different collective calls; what it "
+        "logs of its strategies is not ours.",
     ),
     Intrusion(
         "engines.tensorflow.workers.worker_collectives",
