@@ -64,6 +64,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "version_of",
+    "without_donated_buffers",
 ]
 
 #: Options of `torch.compile`: no pool of compiler processes.
@@ -419,6 +420,17 @@ def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     return cast(Callable[..., Any], compiled)
 
 
+def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
+    """A context in which a backward program keeps what the forward one has saved.
+
+    Entered to compile it, and where its graph is retained for a second backward pass.
+    """
+    from torch._functorch import config
+
+    found: contextlib.AbstractContextManager[None] = config.patch(donated_buffer=False)
+    return found
+
+
 class _Function(torch.nn.Module):
     """A function of tensors, for a compiler that takes modules."""
 
@@ -473,11 +485,12 @@ def compile_call(
         return compile_fx_inner(module, inputs, **options)
 
     module = _Function(function)
-    with functorch_config.patch(
-        # A backward program keeps what the forward one has saved, for a second call.
-        donated_buffer=False,
-        enable_autograd_cache=False,
-        force_non_lazy_backward_lowering=True,
+    with (
+        functorch_config.patch(
+            enable_autograd_cache=False,
+            force_non_lazy_backward_lowering=True,
+        ),
+        without_donated_buffers(),
     ):
         compiled: Any = compile_fx(
             cast(Any, module),

@@ -12,6 +12,7 @@ import torch
 from keras_strategies.engines.torch.compat import (
     is_graph_retained,
     version_of,
+    without_donated_buffers,
 )
 from keras_strategies.engines.torch.cuda_batches import device_rows
 from keras_strategies.engines.torch.data_parallel.assigned_values import assigned_value
@@ -342,7 +343,9 @@ class CallOnThreads(ReplicaExecutor):
         )
         if self._programs is not None:
             result = cast("CompiledResult", self._results[replica_id])
-            return result.gradients(outputs, sources, differentiate)
+            keeps = without_donated_buffers if retains_graph else contextlib.nullcontext
+            with keeps():
+                return result.gradients(outputs, sources, differentiate)
         # Rematerialized layers read the replica's copies of variables, and call the
         # layers in them on the replica's rows.
         with layer_calls_through(None), self._replica_state(replica_id).scope():
